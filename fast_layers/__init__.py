@@ -1,0 +1,20 @@
+"""Drop-in Flax layers for language models. See https://arxiv.org/abs/2307.08691 for the idea behind FlashMHA."""
+
+from fast_layers import masks as masks
+from fast_layers._version import __version__ as __version__
+from fast_layers.dispatch import Explanation as Explanation
+from fast_layers.dispatch import explain as explain
+from fast_layers.dispatch import use_backends as use_backends
+from fast_layers.ops.attention import RESIDUAL_NAMES as ATTENTION_RESIDUAL_NAMES
+from fast_layers.ops.attention import attention_weights as attention_weights
+from fast_layers.ops.attention import dot_product_attention as dot_product_attention
+
+__all__ = [
+    "ATTENTION_RESIDUAL_NAMES",
+    "Explanation",
+    "attention_weights",
+    "dot_product_attention",
+    "explain",
+    "masks",
+    "use_backends",
+]

@@ -1,0 +1,277 @@
+"""Which backend computes a call: chosen per pass, with reasons that can be read.
+
+Every op has a tuple of `Backend`s, best first. `choose` takes the first that does not object, separately for the
+forward and the backward pass; this works because the backends of an op share one residual contract. `explain`
+shows the outcome for any function, `use_backends` (or the environment) steers it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+from jax import lax
+
+from fast_layers.arch import Arch, lowering_targets
+
+Pass = Literal["forward", "backward"]
+PASSES: tuple[Pass, Pass] = ("forward", "backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One way to compute an op.
+
+    `supports(problem, arch, pass_)` returns None, or the reason why not. `fwd` and `bwd` have the op's own
+    signatures. `automatic=False` is taken only by name. On the platforms in `fallback_on` a kernel is what users
+    expect, and strict mode makes taking this backend an error.
+    """
+
+    name: str
+    supports: Callable[[Any, Arch, Pass], str | None]
+    fwd: Callable[..., Any]
+    bwd: Callable[..., Any]
+    automatic: bool = True
+    fallback_on: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The backend for one pass on one kind of device, or None if all refused; and every refusal."""
+
+    pass_: Pass
+    arch: Arch
+    backend: Backend | None
+    refusals: tuple[tuple[str, str], ...]
+
+    def require(self, op: str) -> Backend:
+        if self.backend is None:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refusals)
+            raise ValueError(
+                f"{op}: no backend takes the {self.pass_} pass on {self.arch}. {reasons}. "
+                'Leave implementation=None to let fast_layers choose, or take implementation="xla".'
+            )
+        return self.backend
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All choices for one call: per pass, one for each kind of device it may be lowered for, likeliest first."""
+
+    op: str
+    problem: Any
+    forward: tuple[Choice, ...]
+    backward: tuple[Choice, ...]
+
+    def choices(self, pass_: Pass) -> tuple[Choice, ...]:
+        return self.forward if pass_ == "forward" else self.backward
+
+    def sole_backend(self, pass_: Pass) -> Backend | None:
+        """The backend, if it is the same wherever the call is lowered."""
+        first, *others = self.choices(pass_)
+        return first.backend if all(c.backend is first.backend for c in others) else None
+
+    def run(self, pass_: Pass, *args: Any) -> Any:
+        """Call the chosen backend's `fwd` or `bwd` as `f(problem, *args)`."""
+
+        def bind(choice: Choice):
+            backend = choice.require(self.op)
+            method = backend.fwd if pass_ == "forward" else backend.bwd
+            return lambda *args: method(self.problem, *args)
+
+        likeliest, *others = self.choices(pass_)
+        # A device that may never be lowered for does not get to raise, nor to add a branch.
+        others = [c for c in others if c.backend is not None and c.backend is not likeliest.backend]
+        if not others:
+            return bind(likeliest)(*args)
+        branches = {c.arch.platform: bind(c) for c in others}
+        return lax.platform_dependent(*args, default=bind(likeliest), **branches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What a user asked of the choice. Part of jit's cache key, so a change retraces."""
+
+    force: str | None = None
+    forbid: frozenset[str] = frozenset()
+    strict: bool = False
+    recorder: _Recorder | None = None
+
+    @classmethod
+    def from_environment(cls) -> Policy:
+        names = (name.strip() for name in os.environ.get("FAST_LAYERS_FORBID", "").split(","))
+        strict = os.environ.get("FAST_LAYERS_STRICT", "0")
+        if strict not in ("", "0", "1"):
+            raise ValueError(f"FAST_LAYERS_STRICT={strict!r}: must be 0 or 1")
+        return cls(
+            force=os.environ.get("FAST_LAYERS_BACKEND") or None,
+            forbid=frozenset(name for name in names if name),
+            strict=strict == "1",
+        )
+
+
+class _Recorder:
+    def __init__(self):
+        self.plans: list[Plan] = []
+
+
+_policy = jax.make_user_context(Policy.from_environment())
+
+
+def use_backends(
+    force: str | None = None, *, forbid: Sequence[str] | str = (), strict: bool | None = None
+) -> Any:
+    """Context manager that steers the choice of backends for every op traced inside it.
+
+    Args:
+      force: take this backend wherever a call names none (as `implementation=` would).
+      forbid: never take these.
+      strict: if True, a fallback raises ValueError: that is, taking XLA on a GPU where a fused kernel is expected.
+
+    What is not given stays as it was: contexts nest. The environment sets the outermost values, read once at import:
+    FAST_LAYERS_BACKEND=name, FAST_LAYERS_FORBID=name,name and FAST_LAYERS_STRICT=1.
+    """
+    outer = _policy.value
+    forbidden = {forbid} if isinstance(forbid, str) else set(forbid)
+    policy = dataclasses.replace(
+        outer,
+        force=outer.force if force is None else force,
+        forbid=outer.forbid | forbidden,
+        strict=outer.strict if strict is None else strict,
+    )
+    return _policy(policy)
+
+
+def plan(op: str, backends: Sequence[Backend], problem: Any, implementation: str | None) -> Plan:
+    """Choose for both passes. Raises ValueError for an unknown name, and in strict mode for a fallback."""
+    policy = _policy.value
+    names = [backend.name for backend in backends]
+    for what, name in (("implementation", implementation), ("the forced backend", policy.force)):
+        if name is not None and name not in names:
+            raise ValueError(f"{op}: {what} {name!r} is unknown; the backends of this op are {', '.join(names)}")
+    wanted = implementation or policy.force
+    targets = lowering_targets()
+    made = Plan(
+        op,
+        problem,
+        *(tuple(choose(backends, problem, arch, pass_, wanted, policy) for arch in targets) for pass_ in PASSES),
+    )
+    if policy.recorder is not None:
+        policy.recorder.plans.append(made)
+        return made
+    if policy.strict and wanted is None:
+        _refuse_fallback(made)
+    made.forward[0].require(op)
+    return made
+
+
+def choose(
+    backends: Sequence[Backend],
+    problem: Any,
+    arch: Arch,
+    pass_: Pass,
+    wanted: str | None = None,
+    policy: Policy = Policy(),
+) -> Choice:
+    """The first backend without an objection; `wanted` leaves only the one of that name."""
+    refusals = []
+    for backend in backends:
+        if wanted is not None and backend.name != wanted:
+            continue
+        if backend.name in policy.forbid:
+            reason = "forbidden by use_backends or FAST_LAYERS_FORBID"
+        elif wanted is None and not backend.automatic:
+            reason = f'taken only by name: implementation="{backend.name}"'
+        else:
+            reason = backend.supports(problem, arch, pass_)
+        if reason is None:
+            return Choice(pass_, arch, backend, tuple(refusals))
+        refusals.append((backend.name, reason))
+    return Choice(pass_, arch, None, tuple(refusals))
+
+
+def _refuse_fallback(made: Plan) -> None:
+    for choice in (made.forward[0], made.backward[0]):
+        if choice.backend is not None and choice.arch.platform in choice.backend.fallback_on:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.refusals)
+            raise ValueError(
+                f"{made.op}: strict mode, and the {choice.pass_} pass on {choice.arch} would fall back to "
+                f"{choice.backend.name}. {reasons or 'This version has no kernel for this device'}. Change the call "
+                f'as the reasons say, name implementation="{choice.backend.name}", or leave strict mode.'
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; `str()` of it is the text to read, `plans` the same as data."""
+
+    plans: tuple[Plan, ...]
+
+    def __str__(self) -> str:
+        if not self.plans:
+            return "No fast_layers op was called."
+        lines = []
+        for made, group in itertools.groupby(self.plans):
+            times = len(list(group))
+            lines.append(f"{made.op}: {made.problem.describe()}{f'  ({times} calls)' if times > 1 else ''}")
+            for pass_ in PASSES:
+                choice, *elsewhere = made.choices(pass_)
+                lines.append(f"  {pass_:<8} on {choice.arch}: {_name(choice)}")
+                lines += [f"           not {name}: {reason}" for name, reason in choice.refusals]
+                lines += [
+                    f"           lowered for {c.arch} instead: {_name(c)}"
+                    for c in elsewhere
+                    if c.backend is not choice.backend
+                ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _name(choice: Choice) -> str:
+    return "no backend" if choice.backend is None else choice.backend.name
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Which backend each fast_layers op in `fn(*args, **kwargs)` takes, forward and backward, and why not others.
+
+    `fn` is traced, not run: arrays may be given as `jax.ShapeDtypeStruct`s. `fn` may be a function, jitted or not,
+    or an NNX module.
+
+        print(fast_layers.explain(fast_layers.dot_product_attention, q, k, v, is_causal=True))
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    is_array = [isinstance(leaf, jax.ShapeDtypeStruct) or hasattr(leaf, "dtype") for leaf in leaves]
+    arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+
+    def call(fn, arrays):
+        remaining = iter(arrays)
+        filled = [next(remaining) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return fn(*args, **kwargs)
+
+    recorder = _Recorder()
+    with _policy(dataclasses.replace(_policy.value, recorder=recorder)):
+        _abstract_call(call, fn, arrays)
+    return Explanation(tuple(recorder.plans))
+
+
+def _abstract_call(call, fn, arrays):
+    from flax import nnx
+
+    owner = getattr(fn, "__self__", fn)
+    if isinstance(owner, nnx.Module):
+        # nnx.eval_shape keeps the module's own state (caches, rng counts) as it was.
+        name = "__call__" if owner is fn else fn.__name__
+        graph, state = nnx.split(owner)
+
+        def fresh(state, arrays):
+            call(getattr(nnx.merge(graph, state), name), arrays)
+
+        jax.eval_shape(fresh, state, arrays)
+    else:
+        jax.eval_shape(lambda arrays: (call(fn, arrays), None)[1], arrays)

@@ -1,0 +1,68 @@
+"""Which tiles of the score matrix a kernel visits, computed once from per-row key intervals.
+
+Axis letters: B batch, T query rows, I query tiles, J key tiles.
+
+The rule is exact per row and conservative per tile: a visited tile may turn out to be empty, a skipped one never
+holds a visible key. `KvRange.of` answers for a loop over key tiles inside a query tile (forward, dQ),
+`KvRange.transpose` for a loop over query tiles inside a key tile (dK, dV).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+INT_MAX = jnp.iinfo(jnp.int32).max
+
+
+class TileRange(NamedTuple):
+    """Half-open range of tiles."""
+
+    first: Int[Array, "..."]
+    last: Int[Array, "..."]
+
+
+class KvRange(NamedTuple):
+    """Key intervals of query tiles: their hull over the rows of each tile that see any key.
+
+    A tile whose rows see no key has first_key = INT_MAX and last_key = 0.
+    """
+
+    first_key: Int[Array, "B I"]
+    last_key: Int[Array, "B I"]
+
+    @classmethod
+    def of(cls, start: Int[Array, "B T"], stop: Int[Array, "B T"], q_tile: int) -> KvRange:
+        """`start`, `stop` hold the rows' key intervals; T is a multiple of `q_tile`."""
+        batch, rows = start.shape
+        sees_some = stop > start
+        tiled = (batch, rows // q_tile, q_tile)
+        first = jnp.where(sees_some, start, INT_MAX).reshape(tiled).min(-1)
+        last = jnp.where(sees_some, stop, 0).reshape(tiled).max(-1)
+        return cls(first, last)
+
+    def over_batch(self) -> KvRange:
+        """The hull over the batch, for a loop that serves all examples at once."""
+        return KvRange(self.first_key.min(0, keepdims=True), self.last_key.max(0, keepdims=True))
+
+    def key_tiles(self, kv_tile: int) -> TileRange:
+        """[B, I]: the key tiles that query tile i visits; empty if first == last."""
+        last = (self.last_key + (kv_tile - 1)) // kv_tile
+        return TileRange(jnp.minimum(self.first_key // kv_tile, last), last)
+
+    def transpose(self, kv_tile: int, num_kv_tiles: int) -> TileRange:
+        """[B, J]: the query tiles that key tile j must visit; empty if first == last.
+
+        Monotone bounds make this two searches: query tile i can reach key tile j only if some tile up to i ends
+        after j's first key, and some tile from i on starts before j's end.
+        """
+        tile_start = jnp.arange(num_kv_tiles, dtype=jnp.int32) * kv_tile
+        ends_so_far = lax.cummax(self.last_key, axis=1)
+        starts_from_here = lax.cummin(self.first_key, axis=1, reverse=True)
+        # Sums of comparisons rather than searchsorted: I x J booleans at tile granularity, and no gather.
+        first = (ends_so_far[:, None, :] <= tile_start[:, None]).sum(-1, dtype=jnp.int32)
+        last = (starts_from_here[:, None, :] < (tile_start + kv_tile)[:, None]).sum(-1, dtype=jnp.int32)
+        return TileRange(jnp.minimum(first, last), last)

@@ -1,0 +1,405 @@
+"""`dot_product_attention`: validation, the static Problem, the choice of backend, and the gradient rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, ArrayLike, Float
+
+from fast_layers import dispatch
+from fast_layers.kernel_parts.dropout import make_seed
+from fast_layers.ops.attention import masks as M
+from fast_layers.ops.attention import reference, sharding
+from fast_layers.ops.attention.backends import BACKENDS
+from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, Residuals
+
+OP = "dot_product_attention"
+RESIDUAL_NAMES = ("fast_layers_attention_out", "fast_layers_attention_lse")
+"""`checkpoint_name`s of what the forward saves, for `jax.checkpoint_policies.save_only_these_names`."""
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | M.Mask | None = ...,
+    *,
+    return_residual: Literal[False] = ...,
+    **options: Any,
+) -> Float[Array, "*B T N V"]: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | M.Mask | None = ...,
+    *,
+    return_residual: Literal[True],
+    **options: Any,
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | M.Mask | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    segment_ids: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    q_offset: ArrayLike | Literal["bottom_right"] = 0,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+    broadcast_dropout: bool = False,
+    precision: Any = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+):
+    r"""softmax(scale * query key^T + bias) value, without the score matrix in memory.
+
+    A superset of `jax.nn.dot_product_attention`: arguments of the same name have the same meaning. Axis letters:
+    B any number of batch dims (also none), T queries, S keys, N query heads, K key/value heads (N a multiple of K),
+    H query/key depth, V value depth.
+
+    Args:
+      query: [B.., T, N, H], floating point; key and value have the same dtype.
+      key: [B.., S, K, H].
+      value: [B.., S, K, V].
+      bias: added to the scaled (and soft-capped) scores; broadcastable to [B.., N, T, S]. Differentiable.
+      mask: a `fast_layers.masks.Mask`, or a boolean array broadcastable to [B.., N, T, S], True where a query may see
+        a key. A structured mask is smaller and faster. All masks given in whatever form are combined by "and".
+      scale: multiplies the scores; 1 / sqrt(H) if None.
+      is_causal: query i sees keys up to position i + q_offset.
+      query_seq_lengths: int [B..]; later query rows see nothing.
+      key_value_seq_lengths: int [B..]; later keys are never seen.
+      local_window_size: (left, right), each an int or None (unbounded): query i sees keys from
+        i + q_offset - left to i + q_offset + right. One int stands for both.
+      segment_ids: packed documents: int [B.., T], or a pair ([B.., T], [B.., S]). Equal ids see each other; a negative
+        id is padding, which sees nothing and is seen by nothing. [T] serves all examples.
+      q_offset: key position at which query 0 stands, for causal, window and prefix masks: an int or an int array
+        [B..]. 0 is top-left alignment, as in jax.nn. "bottom_right" aligns the last query with the last key (of
+        the given lengths, where there are any).
+      softcap: c > 0 replaces scores s by c * tanh(s / c), before bias and masks.
+      sinks: [N], one logit per head that joins the softmax's denominator with a value of 0. Differentiable.
+      dropout_rate: in [0, 1); softmax weights are dropped, survivors divided by 1 - rate. The rate is applied in
+        steps of 2^-16, by a pure function of (dropout_rng, example, head, query, key) that all backends share.
+      dropout_rng: a jax PRNG key; required if dropout_rate > 0.
+      broadcast_dropout: drop the same weights in all examples and heads.
+      precision: of the matmuls, as in `jax.lax.dot_general`.
+      implementation: a backend by name, which raises if it refuses; None takes the best (see `fast_layers.explain`).
+      return_residual: also return lse [B.., T, N], the natural logarithm of the softmax's denominator, in float32
+        (float64 for float64 inputs). Differentiable.
+
+    Returns:
+      [B.., T, N, V] in query's dtype; with `return_residual` a pair with lse.
+
+    A query that sees no key has output 0, gradients 0 and lse -inf. NaN or inf in keys and values affect only the
+    queries that see them. The default backends support reverse mode; `implementation="reference"` also supports
+    forward mode and higher derivatives, with O(T S) memory.
+
+    Raises:
+      ValueError: shapes, dtypes or options that do not fit, or a backend asked for by name that refuses.
+
+    Source: Dao et al., "FlashAttention" (2022) and "FlashAttention-2" (2023); Rabe and Staats (2021).
+    """
+    inputs, aux, options, batch = _prepare(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        segment_ids=segment_ids,
+        q_offset=q_offset,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+    )
+    out, lse = sharding.per_shard(functools.partial(_choose_and_run, options, implementation), inputs, aux)
+    out = out.reshape(*batch, *out.shape[1:])
+    if not return_residual:
+        return out
+    lse = lse.swapaxes(1, 2)
+    return out, lse.reshape(*batch, *lse.shape[1:])
+
+
+def attention_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | M.Mask | None = None,
+    **options: Any,
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B N T S"]]:
+    """(output, softmax weights before dropout), written out in O(T S) memory by the reference backend.
+
+    Takes what `dot_product_attention` takes, less `implementation` and `return_residual`. For looking at attention
+    maps; Flax's `sow_weights` uses it.
+    """
+    inputs, aux, given, batch = _prepare(query, key, value, bias, mask, **options)
+    attended = reference.attend(given.problem(inputs, aux), inputs, aux)
+    return tuple(x.reshape(*batch, *x.shape[1:]) for x in (attended.out, attended.weights))  # pyright: ignore
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The options of a call that do not depend on shapes, so that a shard can make its own Problem."""
+
+    scale: float
+    softcap: float | None
+    dropout_rate: float
+    precision: Any
+
+    def problem(self, inputs: Inputs, aux: Aux) -> Problem:
+        batch, q_len, heads, qk_dim = inputs.query.shape
+        _, kv_len, kv_heads, v_dim = inputs.value.shape
+        return Problem(
+            batch=batch,
+            q_len=q_len,
+            kv_len=kv_len,
+            heads=heads,
+            kv_heads=kv_heads,
+            qk_dim=qk_dim,
+            v_dim=v_dim,
+            dtype=inputs.query.dtype,
+            mask=MaskFacts.of(aux.mask),
+            bias=None if inputs.bias is None else inputs.bias.shape,
+            sinks=inputs.sinks is not None,
+            **dataclasses.asdict(self),
+        )
+
+
+def _choose_and_run(options: _Options, implementation: str | None, inputs: Inputs, aux: Aux):
+    plan = dispatch.plan(OP, BACKENDS, options.problem(inputs, aux), implementation)
+    both = [plan.sole_backend(pass_) for pass_ in dispatch.PASSES]
+    if all(backend is not None and backend.fwd is reference.forward for backend in both):
+        # Without a gradient rule of ours, JAX differentiates the formula itself, forward and reverse, to any order.
+        return reference.forward(plan.problem, inputs, aux)
+    return _attend(plan, inputs, aux)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: dispatch.Plan, inputs: Inputs, aux: Aux):
+    return plan.run("forward", inputs, aux)
+
+
+def _attend_fwd(plan: dispatch.Plan, inputs: Inputs, aux: Aux):
+    out, lse = plan.run("forward", inputs, aux)
+    out, lse = (checkpoint_name(x, name) for x, name in zip((out, lse), RESIDUAL_NAMES, strict=True))
+    return (out, lse), Residuals(inputs, aux, out, lse)
+
+
+def _attend_bwd(plan: dispatch.Plan, residuals: Residuals, gradients):
+    return plan.run("backward", residuals, *gradients), None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _prepare(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    segment_ids=None,
+    q_offset=0,
+    softcap=None,
+    sinks=None,
+    dropout_rate=0.0,
+    dropout_rng=None,
+    broadcast_dropout=False,
+    precision=None,
+) -> tuple[Inputs, Aux, _Options, tuple[int, ...]]:
+    """Validate, flatten the batch dims and reduce all masks to one form."""
+    query, key, value = (_floating(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    batch = _check_qkv(query, key, value)
+    q_len, heads, qk_dim = query.shape[-3:]
+    kv_len = key.shape[-3]
+    if bias is not None:
+        bias = M.logits_operand("bias", _floating("bias", bias), batch, q_len, kv_len)
+        _check_heads("bias", bias, heads)
+    if sinks is not None:
+        sinks = _floating("sinks", sinks)
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks must have shape (num_heads,) = ({heads},), got {sinks.shape}")
+    given = _collect_masks(
+        mask,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        segment_ids=segment_ids,
+    )
+    if isinstance(q_offset, str):
+        q_offset = _bottom_right(q_offset, batch, q_len, kv_len, query_seq_lengths, key_value_seq_lengths)
+    form = M.Offset(given, q_offset).lower(batch, q_len, kv_len) if given is not None else M.MaskForm()
+    if form.dense is not None:
+        _check_heads("mask", form.dense, heads)
+    rate = _check_dropout(dropout_rate, dropout_rng)
+    options = _Options(_check_scale(scale, qk_dim), _check_softcap(softcap), rate, _check_precision(precision))
+    query, key, value = (x.reshape(-1 if batch else 1, *x.shape[-3:]) for x in (query, key, value))
+    seed = make_seed(dropout_rng, query.shape[0], heads, broadcast=broadcast_dropout) if rate else None
+    return Inputs(query, key, value, bias, sinks), Aux(form, seed), options, batch
+
+
+def _collect_masks(
+    mask,
+    *,
+    is_causal,
+    query_seq_lengths,
+    key_value_seq_lengths,
+    local_window_size,
+    segment_ids,
+) -> M.Mask | None:
+    given: list[M.Mask] = []
+    if mask is not None:
+        given.append(mask if isinstance(mask, M.Mask) else M.Dense(mask))
+    if is_causal:
+        given.append(M.Causal())
+    if local_window_size is not None:
+        given.append(M.LocalWindow(*_check_window(local_window_size)))
+    if segment_ids is not None:
+        pair = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids,)
+        if len(pair) not in (1, 2):
+            raise ValueError(f"segment_ids must be an array or a pair (queries, keys), got {len(pair)} entries")
+        given.append(M.Segments(*pair))
+    if query_seq_lengths is not None:
+        given.append(M.QueryLengths(query_seq_lengths))
+    if key_value_seq_lengths is not None:
+        given.append(M.KeyLengths(key_value_seq_lengths))
+    return functools.reduce(operator.and_, given) if given else None
+
+
+def _bottom_right(q_offset: str, batch, q_len, kv_len, query_seq_lengths, key_value_seq_lengths):
+    if q_offset != M.BOTTOM_RIGHT:
+        raise ValueError(f"q_offset={q_offset!r}: must be an int, an int array [batch..], or {M.BOTTOM_RIGHT!r}")
+    if query_seq_lengths is None and key_value_seq_lengths is None:
+        return kv_len - q_len
+    keys = kv_len if key_value_seq_lengths is None else jnp.asarray(key_value_seq_lengths)
+    queries = q_len if query_seq_lengths is None else jnp.asarray(query_seq_lengths)
+    return jnp.broadcast_to(keys - queries, batch)
+
+
+def _floating(name: str, x: ArrayLike) -> Array:
+    array = jnp.asarray(x)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(
+            f"{name} has dtype {array.dtype}: must be floating point (float16, bfloat16, float32, float64); "
+            f"cast it, e.g. {name}.astype(jnp.bfloat16)"
+        )
+    return array
+
+
+def _check_qkv(query: Array, key: Array, value: Array) -> tuple[int, ...]:
+    """The batch dims."""
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if not query.ndim == key.ndim == value.ndim:
+        raise ValueError(f"query, key and value must have the same rank, got {shapes}")
+    if query.ndim < 3:
+        raise ValueError(f"query, key and value must be [batch.., length, heads, depth], got {shapes}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            "query, key and value must have the same dtype, got "
+            f"{query.dtype}, {key.dtype} and {value.dtype}; cast them to one"
+        )
+    *batch, q_len, heads, qk_dim = query.shape
+    for name, x in (("key", key), ("value", value)):
+        if x.shape[:-3] != tuple(batch):
+            raise ValueError(f"batch dims must match: {name} has {x.shape[:-3]}, query {tuple(batch)} ({shapes})")
+    if key.shape[-3] != value.shape[-3]:
+        raise ValueError(f"key and value lengths must match, got {key.shape[-3]} and {value.shape[-3]} ({shapes})")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"key and value heads must match, got {key.shape[-2]} and {value.shape[-2]} ({shapes})")
+    if qk_dim != key.shape[-1]:
+        raise ValueError(f"query and key depths must match, got {qk_dim} and {key.shape[-1]} ({shapes})")
+    kv_heads = key.shape[-2]
+    for name, size in (
+        ("query length", q_len),
+        ("key length", key.shape[-3]),
+        ("query heads", heads),
+        ("key heads", kv_heads),
+        ("query and key depth", qk_dim),
+        ("value depth", value.shape[-1]),
+    ):
+        if isinstance(size, int) and size == 0:
+            raise ValueError(f"{name} is 0: must be at least 1; leave the call out for empty inputs ({shapes})")
+    if heads % kv_heads:
+        raise ValueError(f"query heads must be a multiple of key heads, got {heads} and {kv_heads} ({shapes})")
+    return tuple(batch)
+
+
+def _check_heads(name: str, operand: Array, heads: int) -> None:
+    if operand.shape[1] not in (1, heads):
+        raise ValueError(f"{name} must have 1 or num_heads = {heads} in its heads dimension, got {operand.shape[1]}")
+
+
+def _check_scale(scale: Any, qk_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(qk_dim)
+    try:
+        return float(scale)
+    except (TypeError, jax.errors.ConcretizationTypeError):
+        raise ValueError(f"scale must be a number known when tracing, got {scale!r}; scale query instead") from None
+
+
+def _check_softcap(softcap: Any) -> float | None:
+    if softcap is None:
+        return None
+    if not isinstance(softcap, (int, float)) or isinstance(softcap, bool) or not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap!r}: must be a finite number > 0, or None for no cap")
+    return float(softcap)
+
+
+def _check_dropout(rate: Any, rng: Array | None) -> float:
+    if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout_rate={rate!r}: must be a number in [0, 1)")
+    if rate and rng is None:
+        raise ValueError(f"dropout_rng is required with {rate=}: pass a key such as jax.random.key(0)")
+    return float(rate)
+
+
+def _check_window(window: Any) -> tuple[int | None, int | None]:
+    if isinstance(window, int):
+        return window, window
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"local_window_size={window!r}: must be an int or a pair (left, right)")
+    left, right = window
+    return left, right
+
+
+def _check_precision(precision: Any) -> Any:
+    """Hashable, since it is part of the Problem."""
+    return tuple(precision) if isinstance(precision, list) else precision

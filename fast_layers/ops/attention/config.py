@@ -1,0 +1,42 @@
+"""Tile choices: frozen, self-rejecting, with the legality written once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fast_layers.kernel_parts.dropout import KEYS_PER_BLOCK
+from fast_layers.ops.attention.problem import Problem
+
+# Scores of one tile over batch and heads that stay in a CPU core's share of the cache (float32: 2 MiB);
+# measured on CPU, see bench/NOTES.md.
+_SCORES_PER_TILE = 1 << 19
+_LARGEST_TILE = 256
+_SMALLEST_TILE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaTiles:
+    """Rows of queries and of keys that the XLA backend handles at once."""
+
+    q_tile: int
+    kv_tile: int
+
+    def __post_init__(self):
+        if self.q_tile < 1:
+            raise ValueError(f"{self.q_tile=} must be at least 1")
+        if self.kv_tile < 1 or self.kv_tile % KEYS_PER_BLOCK:
+            raise ValueError(f"{self.kv_tile=} must be a positive multiple of {KEYS_PER_BLOCK}")
+
+    @classmethod
+    def of(cls, problem: Problem) -> XlaTiles:
+        tile = _LARGEST_TILE
+        if isinstance(problem.batch, int):
+            cells = max(problem.batch * problem.heads, 1)
+            while tile > _SMALLEST_TILE and cells * tile * tile > _SCORES_PER_TILE:
+                tile //= 2
+        return cls(q_tile=_fit(problem.q_len, tile, 8), kv_tile=_fit(problem.kv_len, tile, KEYS_PER_BLOCK))
+
+
+def _fit(length: int, tile: int, multiple: int) -> int:
+    """No more rows than there are (a symbolic length takes the tile as it is)."""
+    return min(tile, -(-length // multiple) * multiple) if isinstance(length, int) else tile

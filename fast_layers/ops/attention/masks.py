@@ -1,0 +1,400 @@
+"""Structured attention masks: which keys each query may see.
+
+Axis letters: B flattened batch, N query heads, T queries, S keys.
+
+Every structured mask says, for each query row, which *interval* of keys the row may see, and intervals
+intersect to intervals. So all of them reduce to one small form (`MaskForm`) that costs O(T + S) memory, from
+which kernels read the tiles to skip. Only `Dense` (an arbitrary boolean array) needs a [T, S] operand.
+
+    from fast_layers import masks
+    mask = masks.Causal() & masks.LocalWindow(left=1023) & masks.Segments(document_ids)
+    print(masks.Causal().as_array(4, 4))
+
+Masks are pytrees: they pass through `jax.jit`, `jax.vmap` and `jax.grad` like arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Int
+
+BOTTOM_RIGHT = "bottom_right"
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """Static diagonal band: row i sees keys in [i + low, i + high]; None is unbounded on that side."""
+
+    low: int | None
+    high: int | None
+
+    def __and__(self, other: Band) -> Band:
+        return Band(_tightest(max, self.low, other.low), _tightest(min, self.high, other.high))
+
+
+def _tightest(pick, a, b):
+    return a if b is None else b if a is None else pick(a, b)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["start", "stop", "query_segments", "key_segments", "dense"],
+    meta_fields=["band"],
+)
+@dataclasses.dataclass(frozen=True)
+class MaskForm:
+    """What a conjunction of masks reduces to. A part that is None allows everything.
+
+    A key is visible if it lies in the static band, in [start, stop), in the row's segment, and where dense is True.
+    """
+
+    band: Band | None = None
+    start: Int[Array, "B|1 T"] | None = None
+    stop: Int[Array, "B|1 T"] | None = None
+    query_segments: Int[Array, "B|1 T"] | None = None
+    key_segments: Int[Array, "B|1 S"] | None = None
+    dense: Bool[Array, "B|1 N|1 T|1 S|1"] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not jax.tree.leaves(self) and self.band is None
+
+    @property
+    def has_intervals(self) -> bool:
+        return self.band is not None or self.start is not None or self.stop is not None
+
+    def __and__(self, other: MaskForm) -> MaskForm:
+        if self.query_segments is not None and other.query_segments is not None:
+            # Two sets of ids are one: rows agree on both or they do not meet.
+            same_query, same_key = _merge_segments(self, other)
+        else:
+            same_query = _first(self.query_segments, other.query_segments)
+            same_key = _first(self.key_segments, other.key_segments)
+        return MaskForm(
+            band=_both(operator.and_, self.band, other.band),
+            start=_both(jnp.maximum, self.start, other.start),
+            stop=_both(jnp.minimum, self.stop, other.stop),
+            query_segments=same_query,
+            key_segments=same_key,
+            dense=_both(operator.and_, self.dense, other.dense),
+        )
+
+    def intervals(self, q_len: int, kv_len: int):
+        """(start, stop), each [B|1, T] int32 or None, with the static band folded in."""
+        start, stop = self.start, self.stop
+        rows = jnp.arange(q_len, dtype=jnp.int32)[None]
+        if self.band is not None and self.band.low is not None:
+            start = _both(jnp.maximum, start, rows + self.band.low)
+        if self.band is not None and self.band.high is not None:
+            stop = _both(jnp.minimum, stop, rows + (self.band.high + 1))
+        if start is not None:
+            start = jnp.clip(start, 0, kv_len).astype(jnp.int32)
+        if stop is not None:
+            stop = jnp.clip(stop, 0, kv_len).astype(jnp.int32)
+        return start, stop
+
+    def as_array(self, q_len: int, kv_len: int) -> Bool[Array, "B|1 N|1 T S"]:
+        """The mask written out, O(T S) memory: for the reference, for tests and for printing."""
+        visible = jnp.ones((1, 1, q_len, kv_len), bool)
+        start, stop = self.intervals(q_len, kv_len)
+        keys = jnp.arange(kv_len, dtype=jnp.int32)
+        if start is not None:
+            visible &= keys >= start[:, None, :, None]
+        if stop is not None:
+            visible &= keys < stop[:, None, :, None]
+        if self.query_segments is not None and self.key_segments is not None:
+            visible &= same_segment(self.query_segments[:, None, :, None], self.key_segments[:, None, None, :])
+        if self.dense is not None:
+            visible &= self.dense
+        return visible
+
+
+def _both(combine, a, b):
+    return a if b is None else b if a is None else combine(a, b)
+
+
+def _first(a, b):
+    return b if a is None else a
+
+
+def same_segment(query_ids: Int[Array, "..."], key_ids: Int[Array, "..."]) -> Bool[Array, "..."]:
+    """Equal ids meet; a negative id is padding, which sees nothing and is seen by nothing."""
+    return (query_ids == key_ids) & (query_ids >= 0)
+
+
+def _merge_segments(a: MaskForm, b: MaskForm):
+    """One pair of id arrays that agree exactly where both given pairs agree."""
+    a_query, a_key, b_query, b_key = (
+        x for x in (a.query_segments, a.key_segments, b.query_segments, b.key_segments) if x is not None
+    )
+    batch = max(x.shape[0] for x in (a_query, a_key, b_query, b_key))
+    q_len = a_query.shape[1]
+
+    def renumber(a_ids, b_ids):
+        # Sort the pairs and number the runs; any pair with a padding member is padding.
+        order = jnp.lexsort((b_ids, a_ids))
+        new_run = (a_ids[order] != jnp.roll(a_ids[order], 1)) | (b_ids[order] != jnp.roll(b_ids[order], 1))
+        number = jnp.cumsum(new_run.at[0].set(False)).astype(jnp.int32)
+        numbered = jnp.zeros_like(number).at[order].set(number)
+        return jnp.where((a_ids < 0) | (b_ids < 0), -1, numbered)
+
+    a_all = jnp.concatenate([jnp.broadcast_to(x, (batch, x.shape[1])) for x in (a_query, a_key)], axis=1)
+    b_all = jnp.concatenate([jnp.broadcast_to(x, (batch, x.shape[1])) for x in (b_query, b_key)], axis=1)
+    merged = jax.vmap(renumber)(a_all, b_all)
+    return merged[:, :q_len], merged[:, q_len:]
+
+
+class Mask:
+    """Base of the structured masks; combine with `&`."""
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            raise TypeError(
+                f"cannot combine a mask with {type(other).__name__}; wrap a boolean array: mask & masks.Dense(array)"
+            )
+        return And((*_parts(self), *_parts(other)))
+
+    def lower(self, batch: Sequence[int], q_len: int, kv_len: int, q_offset: Any = 0) -> MaskForm:
+        """Reduce to a `MaskForm` for a call with these batch dims and lengths.
+
+        `q_offset` is the key position at which query row 0 stands: an int, or an int32 array [B|1, 1].
+        """
+        raise NotImplementedError
+
+    def as_array(self, q_len: int, kv_len: int, batch: Sequence[int] = ()) -> Bool[Array, "B|1 N|1 T S"]:
+        """The mask as a boolean array, True where a query may see a key."""
+        return self.lower(batch, q_len, kv_len).as_array(q_len, kv_len)
+
+
+def _parts(mask: Mask) -> tuple[Mask, ...]:
+    return mask.parts if isinstance(mask, And) else (mask,)
+
+
+def _mask(data: Sequence[str] = (), meta: Sequence[str] = ()):
+    def register(cls):
+        cls = dataclasses.dataclass(frozen=True)(cls)
+        return jax.tree_util.register_dataclass(cls, data_fields=list(data), meta_fields=list(meta))
+
+    return register
+
+
+@_mask(data=["parts"])
+class And(Mask):
+    """All of `parts`; what `&` builds."""
+
+    parts: tuple[Mask, ...]
+
+    def lower(self, batch, q_len, kv_len, q_offset=0):
+        return functools.reduce(operator.and_, (m.lower(batch, q_len, kv_len, q_offset) for m in self.parts))
+
+
+@_mask()
+class Causal(Mask):
+    """Row i sees keys up to and including its own position, i + q_offset (top-left aligned by default)."""
+
+    def lower(self, batch, q_len, kv_len, q_offset=0):
+        return LocalWindow(None, 0).lower(batch, q_len, kv_len, q_offset)
+
+
+@_mask(meta=["left", "right"])
+class LocalWindow(Mask):
+    """Row i sees keys in [p - left, p + right] with p = i + q_offset; None is unbounded on that side."""
+
+    left: int | None = None
+    right: int | None = None
+
+    def __post_init__(self):
+        for name in ("left", "right"):
+            size = getattr(self, name)
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+                raise ValueError(f"LocalWindow {name}={size!r}: must be an int >= 0, or None for unbounded")
+
+    def lower(self, batch, q_len, kv_len, q_offset=0):
+        if isinstance(q_offset, int):
+            low = None if self.left is None else q_offset - self.left
+            high = None if self.right is None else q_offset + self.right
+            return MaskForm(band=Band(low, high))
+        position = jnp.arange(q_len, dtype=jnp.int32)[None] + q_offset
+        return MaskForm(
+            start=None if self.left is None else position - self.left,
+            stop=None if self.right is None else position + (self.right + 1),
+        )
+
+
+@_mask(data=["query_ids", "key_ids"])
+class Segments(Mask):
+    """Packed documents: a query sees the keys that carry its id.
+
+    Ids are integers of shape [batch.., T] (and [batch.., S] for keys; None means self-attention's own). They need
+    not be sorted or contiguous. A negative id marks padding: it sees nothing and is seen by nothing.
+    """
+
+    query_ids: ArrayLike
+    key_ids: ArrayLike | None = None
+
+    def lower(self, batch, q_len, kv_len, q_offset=0):
+        key_ids = self.query_ids if self.key_ids is None else self.key_ids
+        query = _rows("segment_ids of the queries", self.query_ids, batch, q_len)
+        key = _rows("segment_ids of the keys", key_ids, batch, kv_len)
+        start, stop = _segment_hull(query, key)
+        return MaskForm(start=start, stop=stop, query_segments=query, key_segments=key)
+
+
+def _segment_hull(query_ids, key_ids):
+    """First and one past the last key of each query's segment: [B|1, T] each; both 0 where there is none.
+
+    Exact for any ids, in O(n log n): a stable sort keeps equal ids in key order.
+    """
+    batch = max(query_ids.shape[0], key_ids.shape[0])
+    query_ids, key_ids = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (query_ids, key_ids))
+
+    def hull(query, key):
+        order = jnp.argsort(key, stable=True).astype(jnp.int32)
+        ordered = key[order]
+        first = jnp.searchsorted(ordered, query, side="left")
+        last = jnp.searchsorted(ordered, query, side="right")
+        some = (last > first) & (query >= 0)
+        start = order.at[first].get(mode="clip")
+        stop = order.at[last - 1].get(mode="clip") + 1
+        return jnp.where(some, start, 0), jnp.where(some, stop, 0)
+
+    return jax.vmap(hull)(query_ids, key_ids)
+
+
+@_mask(data=["lengths"])
+class KeyLengths(Mask):
+    """Keys at and past `lengths` (int, shape [batch..] or scalar) are padding and never seen."""
+
+    lengths: ArrayLike
+
+    def lower(self, batch, q_len, kv_len, q_offset=0):
+        lengths = _per_example("key lengths", self.lengths, batch)
+        return MaskForm(stop=jnp.broadcast_to(lengths, (lengths.shape[0], q_len)))
+
+
+@_mask(data=["lengths"])
+class QueryLengths(Mask):
+    """Query rows at and past `lengths` (int, shape [batch..] or scalar) are padding and see nothing."""
+
+    lengths: ArrayLike
+
+    def lower(self, batch, q_len, kv_len, q_offset=0):
+        lengths = _per_example("query lengths", self.lengths, batch)
+        real = jnp.arange(q_len, dtype=jnp.int32)[None] < lengths
+        return MaskForm(stop=jnp.where(real, kv_len, 0).astype(jnp.int32))
+
+
+@_mask(data=["lengths"])
+class Prefix(Mask):
+    """Prefix language model: causal, but the first `lengths` keys (shape [batch..] or scalar) are seen by all."""
+
+    lengths: ArrayLike
+
+    def lower(self, batch, q_len, kv_len, q_offset=0):
+        lengths = _per_example("prefix lengths", self.lengths, batch)
+        causal_stop = jnp.arange(1, q_len + 1, dtype=jnp.int32)[None] + q_offset
+        return MaskForm(stop=jnp.maximum(causal_stop, lengths))
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Offset(Mask):
+    """`mask` as seen by queries that start at key position `q_offset` instead of 0.
+
+    `q_offset`: int, an int array of shape [batch..] or scalar, or "bottom_right" (S - T: the last query is aligned
+    with the last key). It moves the masks that speak of positions (Causal, LocalWindow, Prefix); it adds to an
+    outer offset.
+    """
+
+    mask: Mask
+    q_offset: ArrayLike | str
+
+    def lower(self, batch, q_len, kv_len, q_offset=0):
+        return self.mask.lower(batch, q_len, kv_len, q_offset + _offset(self.q_offset, batch, q_len, kv_len))
+
+    def tree_flatten(self):
+        # A string is no leaf, and a static int stays static: its band costs no per-row arrays.
+        static = self.q_offset if isinstance(self.q_offset, (int, str)) else None
+        return (self.mask, self.q_offset if static is None else None), static
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        mask, q_offset = children
+        return cls(mask, q_offset if static is None else static)
+
+
+def _offset(q_offset, batch, q_len, kv_len):
+    if isinstance(q_offset, str):
+        if q_offset != BOTTOM_RIGHT:
+            raise ValueError(f"q_offset={q_offset!r}: must be an int, an int array [batch..] or {BOTTOM_RIGHT!r}")
+        return kv_len - q_len
+    if isinstance(q_offset, int) and not isinstance(q_offset, bool):
+        return q_offset
+    return _per_example("q_offset", q_offset, batch)
+
+
+@_mask(data=["array"])
+class Dense(Mask):
+    """An arbitrary boolean array, True where a query may see a key; broadcastable to [batch.., N, T, S].
+
+    Costs O(T S) memory traffic and skips no tiles: prefer a structured mask where there is one.
+    """
+
+    array: ArrayLike
+
+    def lower(self, batch, q_len, kv_len, q_offset=0):
+        array = jnp.asarray(self.array)
+        if array.dtype != bool:
+            raise ValueError(
+                f"mask has dtype {array.dtype}: must be bool with True where a query may see a key; "
+                "use mask.astype(bool), or pass additive values as bias="
+            )
+        return MaskForm(dense=logits_operand("mask", array, batch, q_len, kv_len))
+
+
+def logits_operand(name: str, array: Array, batch: Sequence[int], q_len, kv_len) -> Array:
+    """Bring what broadcasts to [batch.., N, T, S] to [B|1, N|1, T|1, S|1] without writing broadcasts out."""
+    rank = len(batch) + 3
+    wanted = f"broadcastable to [{', '.join(map(str, (*batch, 'num_heads', q_len, kv_len)))}]"
+    if array.ndim > rank:
+        raise ValueError(f"{name} has shape {array.shape}: must be {wanted}")
+    array = array.reshape((1,) * (rank - array.ndim) + array.shape)
+    leading, (tq, tk) = array.shape[: len(batch)], array.shape[-2:]
+    for got, want in ((*zip(leading, batch, strict=True), (tq, q_len), (tk, kv_len))):
+        if got != 1 and got != want:
+            raise ValueError(f"{name} has shape {array.shape}: must be {wanted}")
+    if all(dim == 1 for dim in leading):
+        return array.reshape((1, *array.shape[-3:]))
+    return jnp.broadcast_to(array, (*batch, *array.shape[-3:])).reshape((-1, *array.shape[-3:]))
+
+
+def _integers(name: str, values) -> Array:
+    array = jnp.asarray(values)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got dtype {array.dtype}")
+    return array.astype(jnp.int32)
+
+
+def _per_example(name: str, values, batch: Sequence[int]) -> Int[Array, "B|1 1"]:
+    array = _integers(name, values)
+    if array.ndim == 0:
+        return array[None, None]
+    if array.shape != tuple(batch):
+        raise ValueError(f"{name} must have shape {tuple(batch)} (one per example) or be a scalar, got {array.shape}")
+    return array.reshape(-1, 1)
+
+
+def _rows(name: str, values, batch: Sequence[int], length: int) -> Int[Array, "B|1 T"]:
+    array = _integers(name, values)
+    if array.shape == (length,):
+        return array[None]
+    if array.shape != (*batch, length):
+        raise ValueError(f"{name} must have shape {(*batch, length)} or ({length},), got {array.shape}")
+    return array.reshape(-1, length)

@@ -1,0 +1,116 @@
+"""Attention on sharded arrays: batch and heads are independent, so each device computes its own part.
+
+Under automatic sharding XLA partitions the `xla` backend by itself. Under explicit sharding (`AxisType.Explicit`) the
+arrays' types say how they are laid out, and the call runs per shard in `jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from fast_layers.kernel_parts.manual_axes import vary_over, varying_axes
+from fast_layers.ops.attention.problem import Aux, Inputs
+
+
+def per_shard(attend: Callable[[Inputs, Aux], Any], inputs: Inputs, aux: Aux) -> Any:
+    """`attend(inputs, aux)`, on each device's shard if the inputs are explicitly sharded."""
+    batch_axes, head_axes = _explicit_axes(inputs)
+    if not batch_axes and not head_axes:
+        return attend(*_vary_alike(inputs, aux))
+    mesh = jax.typeof(inputs.query).sharding.mesh
+    shards = math.prod(mesh.shape[name] for name in head_axes)
+    heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
+    if kv_heads % shards and shards % kv_heads:
+        raise ValueError(
+            f"{kv_heads} key heads do not fit {shards} shards of {heads} query heads (mesh axes {head_axes}): "
+            "one must be a multiple of the other; shard the heads over fewer devices"
+        )
+    kv_axes = head_axes if kv_heads % shards == 0 else ()
+    row, kv_row = P(batch_axes, None, head_axes, None), P(batch_axes, None, kv_axes, None)
+    batch, batch_heads = _spec_of(inputs.query.shape[0], batch_axes), _spec_of(heads, head_axes)
+
+    in_specs = (
+        Inputs(
+            query=row,
+            key=kv_row,
+            value=kv_row,
+            bias=None if inputs.bias is None else P(batch(inputs.bias, 0), batch_heads(inputs.bias, 1)),
+            sinks=None if inputs.sinks is None else P(head_axes),
+        ),
+        jax.tree.map(lambda x: P(batch(x, 0)), aux)._replace(
+            dropout=None
+            if aux.dropout is None
+            else type(aux.dropout)(
+                P(), P(batch(aux.dropout.batch_index, 0)), P(batch_heads(aux.dropout.head_index, 0))
+            )
+        ),
+    )
+    if aux.mask.dense is not None:
+        dense = P(batch(aux.mask.dense, 0), batch_heads(aux.mask.dense, 1))
+        in_specs = (in_specs[0], in_specs[1]._replace(mask=dataclasses.replace(in_specs[1].mask, dense=dense)))
+
+    def on_shard(inputs: Inputs, aux: Aux):
+        if kv_axes != head_axes:
+            # Fewer key heads than shards: they are replicated, and each shard takes the one that its queries read.
+            first_head = lax.axis_index(head_axes) * inputs.query.shape[2]
+            own = first_head // (heads // kv_heads)
+            key, value = (lax.dynamic_slice_in_dim(x, own, 1, 2) for x in (inputs.key, inputs.value))
+            inputs = inputs._replace(key=key, value=value)
+        return attend(*_vary_alike(inputs, aux))
+
+    operands = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, spec), (inputs, aux), in_specs)
+    out_specs = (row, P(batch_axes, head_axes, None))
+    axes = {*batch_axes, *head_axes}
+    return jax.shard_map(on_shard, in_specs=in_specs, out_specs=out_specs, axis_names=axes)(*operands)
+
+
+def _spec_of(size: int, axes: tuple[str, ...]):
+    """The mesh axes of a dimension that is either `size` (sharded) or 1 (shared by all)."""
+    return lambda x, dim: axes if x.shape[dim] == size and size != 1 else None
+
+
+def _explicit_axes(inputs: Inputs) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The explicit mesh axes over which batch and query heads are sharded; refuses other sharded dimensions."""
+    names = ("batch", "length", "heads", "depth")
+    found: dict[str, tuple[str, ...]] = {}
+    for operand, x in (("query", inputs.query), ("key", inputs.key), ("value", inputs.value)):
+        for name, axes in zip(names, _axes(x), strict=True):
+            if axes and name in ("length", "depth"):
+                raise ValueError(
+                    f"{operand} is sharded along {name} over mesh axes {axes}: attention here needs whole rows; "
+                    "shard batch and heads instead, e.g. jax.sharding.reshard(x, P('data', None, 'model', None))"
+                )
+            if axes and operand == "query":
+                found[name] = axes
+            elif axes and name == "batch" and found.get("batch", ()) != axes:
+                raise ValueError(
+                    f"{operand} is sharded along batch over mesh axes {axes}, query over "
+                    f"{found.get('batch', ())}: both must be the same; reshard one of them"
+                )
+    return found.get("batch", ()), found.get("heads", ())
+
+
+def _axes(x: jax.Array) -> tuple[tuple[str, ...], ...]:
+    """The explicit mesh axes of each dimension, from the array's type."""
+    sharding = jax.typeof(x).sharding
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    spec = (*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
+    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+    return tuple(tuple(name for name in entry if kinds[name] == AxisType.Explicit) for entry in entries)
+
+
+def _vary_alike(inputs: Inputs, aux: Aux) -> tuple[Inputs, Aux]:
+    """Inside `shard_map`, make all operands vary over the union of their mesh axes.
+
+    The gradient rule then gets cotangents of one type, and JAX sums those of replicated operands.
+    """
+    union = frozenset().union(*map(varying_axes, jax.tree.leaves((inputs, aux))))
+    return jax.tree.map(lambda x: vary_over(x, union), (inputs, aux))
