@@ -5,6 +5,10 @@ from fast_layers._version import __version__ as __version__
 from fast_layers.dispatch import Explanation as Explanation
 from fast_layers.dispatch import explain as explain
 from fast_layers.dispatch import use_backends as use_backends
+from fast_layers.layers import FlashMHA as FlashMHA
+from fast_layers.layers import Llama3Scaling as Llama3Scaling
+from fast_layers.layers import Rope as Rope
+from fast_layers.layers import nnx_attention_fn as nnx_attention_fn
 from fast_layers.ops.attention import RESIDUAL_NAMES as ATTENTION_RESIDUAL_NAMES
 from fast_layers.ops.attention import attention_weights as attention_weights
 from fast_layers.ops.attention import dot_product_attention as dot_product_attention
@@ -12,9 +16,13 @@ from fast_layers.ops.attention import dot_product_attention as dot_product_atten
 __all__ = [
     "ATTENTION_RESIDUAL_NAMES",
     "Explanation",
+    "FlashMHA",
+    "Llama3Scaling",
+    "Rope",
     "attention_weights",
     "dot_product_attention",
     "explain",
     "masks",
+    "nnx_attention_fn",
     "use_backends",
 ]

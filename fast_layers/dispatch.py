@@ -122,9 +122,7 @@ class _Recorder:
 _policy = jax.make_user_context(Policy.from_environment())
 
 
-def use_backends(
-    force: str | None = None, *, forbid: Sequence[str] | str = (), strict: bool | None = None
-) -> Any:
+def use_backends(force: str | None = None, *, forbid: Sequence[str] | str = (), strict: bool | None = None) -> Any:
     """Context manager that steers the choice of backends for every op traced inside it.
 
     Args:

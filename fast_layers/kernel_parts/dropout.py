@@ -31,7 +31,7 @@ _LEVELS = 1 << 16
 class DropoutSeed(NamedTuple):
     """The seed and the global indices of the rows at hand (a shard carries its own part of them)."""
 
-    words: UInt32[Array, "2"]
+    words: UInt32[Array, " 2"]
     batch_index: UInt32[Array, "B|1"]
     head_index: UInt32[Array, "N|1"]
 
@@ -86,7 +86,7 @@ def philox4x32(counter, key, rounds: int = _ROUNDS):
     return c0, c1, c2, c3
 
 
-def _multiply_wide(a: int, b: UInt32[Array, "..."]):
+def _multiply_wide(a: int, b: UInt32[Array, ...]):
     """(high, low) words of the 64-bit product, from 16-bit pieces: 64-bit integers need the x64 flag."""
     a_low, a_high = jnp.uint32(a & 0xFFFF), jnp.uint32(a >> 16)
     b_low, b_high = b & 0xFFFF, b >> 16

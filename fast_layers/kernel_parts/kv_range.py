@@ -21,8 +21,8 @@ INT_MAX = jnp.iinfo(jnp.int32).max
 class TileRange(NamedTuple):
     """Half-open range of tiles."""
 
-    first: Int[Array, "..."]
-    last: Int[Array, "..."]
+    first: Int[Array, ...]
+    last: Int[Array, ...]
 
 
 class KvRange(NamedTuple):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,32 +23,6 @@ from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, R
 OP = "dot_product_attention"
 RESIDUAL_NAMES = ("fast_layers_attention_out", "fast_layers_attention_lse")
 """`checkpoint_name`s of what the forward saves, for `jax.checkpoint_policies.save_only_these_names`."""
-
-
-@overload
-def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = ...,
-    mask: ArrayLike | M.Mask | None = ...,
-    *,
-    return_residual: Literal[False] = ...,
-    **options: Any,
-) -> Float[Array, "*B T N V"]: ...
-
-
-@overload
-def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = ...,
-    mask: ArrayLike | M.Mask | None = ...,
-    *,
-    return_residual: Literal[True],
-    **options: Any,
-) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 
 
 def dot_product_attention(
@@ -73,7 +47,7 @@ def dot_product_attention(
     precision: Any = None,
     implementation: str | None = None,
     return_residual: bool = False,
-):
+) -> Any:
     r"""softmax(scale * query key^T + bias) value, without the score matrix in memory.
 
     A superset of `jax.nn.dot_product_attention`: arguments of the same name have the same meaning. Axis letters:
@@ -235,11 +209,11 @@ def _prepare(
     key_value_seq_lengths=None,
     local_window_size=None,
     segment_ids=None,
-    q_offset=0,
+    q_offset: Any = 0,
     softcap=None,
     sinks=None,
     dropout_rate=0.0,
-    dropout_rng=None,
+    dropout_rng: Any = None,
     broadcast_dropout=False,
     precision=None,
 ) -> tuple[Inputs, Aux, _Options, tuple[int, ...]]:

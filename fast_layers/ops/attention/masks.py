@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,7 +125,7 @@ def _first(a, b):
     return b if a is None else a
 
 
-def same_segment(query_ids: Int[Array, "..."], key_ids: Int[Array, "..."]) -> Bool[Array, "..."]:
+def same_segment(query_ids: Int[Array, ...], key_ids: Int[Array, ...]) -> Bool[Array, ...]:
     """Equal ids meet; a negative id is padding, which sees nothing and is seen by nothing."""
     return (query_ids == key_ids) & (query_ids >= 0)
 
@@ -134,7 +135,7 @@ def _merge_segments(a: MaskForm, b: MaskForm):
     a_query, a_key, b_query, b_key = (
         x for x in (a.query_segments, a.key_segments, b.query_segments, b.key_segments) if x is not None
     )
-    batch = max(x.shape[0] for x in (a_query, a_key, b_query, b_key))
+    (batch,) = jnp.broadcast_shapes(*(x.shape[:1] for x in (a_query, a_key, b_query, b_key)))
     q_len = a_query.shape[1]
 
     def renumber(a_ids, b_ids):
@@ -177,6 +178,7 @@ def _parts(mask: Mask) -> tuple[Mask, ...]:
     return mask.parts if isinstance(mask, And) else (mask,)
 
 
+@typing.dataclass_transform(frozen_default=True)
 def _mask(data: Sequence[str] = (), meta: Sequence[str] = ()):
     def register(cls):
         cls = dataclasses.dataclass(frozen=True)(cls)
@@ -252,7 +254,7 @@ def _segment_hull(query_ids, key_ids):
 
     Exact for any ids, in O(n log n): a stable sort keeps equal ids in key order.
     """
-    batch = max(query_ids.shape[0], key_ids.shape[0])
+    (batch,) = jnp.broadcast_shapes(query_ids.shape[:1], key_ids.shape[:1])
     query_ids, key_ids = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (query_ids, key_ids))
 
     def hull(query, key):
@@ -367,7 +369,7 @@ def logits_operand(name: str, array: Array, batch: Sequence[int], q_len, kv_len)
         raise ValueError(f"{name} has shape {array.shape}: must be {wanted}")
     array = array.reshape((1,) * (rank - array.ndim) + array.shape)
     leading, (tq, tk) = array.shape[: len(batch)], array.shape[-2:]
-    for got, want in ((*zip(leading, batch, strict=True), (tq, q_len), (tk, kv_len))):
+    for got, want in (*zip(leading, batch, strict=True), (tq, q_len), (tk, kv_len)):
         if got != 1 and got != want:
             raise ValueError(f"{name} has shape {array.shape}: must be {wanted}")
     if all(dim == 1 for dim in leading):

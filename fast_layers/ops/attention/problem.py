@@ -79,7 +79,7 @@ class Problem:
     @property
     def accumulator_dtype(self) -> jnp.dtype:
         """Scores, softmax, lse and sums: float32, or float64 for float64 inputs."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return jnp.dtype(jnp.float64 if self.dtype == jnp.float64 else jnp.float32)
 
     def describe(self) -> str:
         facts = [
@@ -103,7 +103,7 @@ class Inputs(NamedTuple):
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K V"]
     bias: Float[Array, "B|1 N|1 T|1 S|1"] | None = None
-    sinks: Float[Array, "N"] | None = None
+    sinks: Float[Array, " N"] | None = None
 
 
 class Aux(NamedTuple):

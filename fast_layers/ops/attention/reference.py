@@ -1,6 +1,6 @@
 """Attention as the formula says, in float32 and with the whole score matrix: the oracle of every test.
 
-Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, G = N // K, H query/key depth, V value depth.
+Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth.
 Written in plain jnp, so JAX differentiates it any number of times, forward and reverse.
 """
 
@@ -30,9 +30,7 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux) -> Attended:
     query, key, value = (x.astype(p.accumulator_dtype) for x in inputs[:3])
     key, value = (jnp.repeat(x, p.group, axis=2) for x in (key, value))
 
-    scores = jnp.einsum(
-        "BTNH,BSNH->BNTS", finite_or_zero(query), finite_or_zero(key), precision=precision
-    )
+    scores = jnp.einsum("BTNH,BSNH->BNTS", finite_or_zero(query), finite_or_zero(key), precision=precision)
     scores = scores * p.scale
     if p.softcap is not None:
         scores = p.softcap * jnp.tanh(scores / p.softcap)
@@ -58,9 +56,9 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux) -> Attended:
     kept = weights
     if aux.dropout is not None:
         blocks = -(-p.kv_len // dropout.KEYS_PER_BLOCK)
-        keep = dropout.keep_tile(
-            aux.dropout, 0, 0, p.q_len, blocks * dropout.KEYS_PER_BLOCK, p.dropout_rate
-        )[..., : p.kv_len]
+        keep = dropout.keep_tile(aux.dropout, 0, 0, p.q_len, blocks * dropout.KEYS_PER_BLOCK, p.dropout_rate)[
+            ..., : p.kv_len
+        ]
         kept = jnp.where(keep, weights / (1.0 - p.dropout_rate), 0.0)
     out = jnp.einsum("BNTS,BSNV->BTNV", kept, finite_or_zero(value), precision=precision)
     return Attended(out.astype(p.dtype), lse, weights.astype(p.dtype))

@@ -6,7 +6,6 @@ arrays' types say how they are laid out, and the call runs per shard in `jax.sha
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,62 +18,61 @@ from jax.sharding import PartitionSpec as P
 from fast_layers.kernel_parts.manual_axes import vary_over, varying_axes
 from fast_layers.ops.attention.problem import Aux, Inputs
 
+# What the dimensions of each operand are, by its field name; None is never sharded.
+_DIMENSIONS = {
+    "query": ("batch", None, "heads", None),
+    "key": ("batch", None, "kv_heads", None),
+    "value": ("batch", None, "kv_heads", None),
+    "bias": ("batch", "heads", None, None),
+    "sinks": ("heads",),
+    "start": ("batch", None),
+    "stop": ("batch", None),
+    "query_segments": ("batch", None),
+    "key_segments": ("batch", None),
+    "dense": ("batch", "heads", None, None),
+    "words": (None,),
+    "batch_index": ("batch",),
+    "head_index": ("heads",),
+}
+
 
 def per_shard(attend: Callable[[Inputs, Aux], Any], inputs: Inputs, aux: Aux) -> Any:
     """`attend(inputs, aux)`, on each device's shard if the inputs are explicitly sharded."""
     batch_axes, head_axes = _explicit_axes(inputs)
     if not batch_axes and not head_axes:
         return attend(*_vary_alike(inputs, aux))
+    heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
     mesh = jax.typeof(inputs.query).sharding.mesh
     shards = math.prod(mesh.shape[name] for name in head_axes)
-    heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
     if kv_heads % shards and shards % kv_heads:
         raise ValueError(
             f"{kv_heads} key heads do not fit {shards} shards of {heads} query heads (mesh axes {head_axes}): "
             "one must be a multiple of the other; shard the heads over fewer devices"
         )
-    kv_axes = head_axes if kv_heads % shards == 0 else ()
-    row, kv_row = P(batch_axes, None, head_axes, None), P(batch_axes, None, kv_axes, None)
-    batch, batch_heads = _spec_of(inputs.query.shape[0], batch_axes), _spec_of(heads, head_axes)
-
-    in_specs = (
-        Inputs(
-            query=row,
-            key=kv_row,
-            value=kv_row,
-            bias=None if inputs.bias is None else P(batch(inputs.bias, 0), batch_heads(inputs.bias, 1)),
-            sinks=None if inputs.sinks is None else P(head_axes),
-        ),
-        jax.tree.map(lambda x: P(batch(x, 0)), aux)._replace(
-            dropout=None
-            if aux.dropout is None
-            else type(aux.dropout)(
-                P(), P(batch(aux.dropout.batch_index, 0)), P(batch_heads(aux.dropout.head_index, 0))
-            )
-        ),
-    )
-    if aux.mask.dense is not None:
-        dense = P(batch(aux.mask.dense, 0), batch_heads(aux.mask.dense, 1))
-        in_specs = (in_specs[0], in_specs[1]._replace(mask=dataclasses.replace(in_specs[1].mask, dense=dense)))
+    replicated_kv = kv_heads % shards != 0
 
     def on_shard(inputs: Inputs, aux: Aux):
-        if kv_axes != head_axes:
-            # Fewer key heads than shards: they are replicated, and each shard takes the one that its queries read.
+        if replicated_kv:
+            # Fewer key heads than shards: each shard takes the one that its queries read.
             first_head = lax.axis_index(head_axes) * inputs.query.shape[2]
             own = first_head // (heads // kv_heads)
             key, value = (lax.dynamic_slice_in_dim(x, own, 1, 2) for x in (inputs.key, inputs.value))
             inputs = inputs._replace(key=key, value=value)
         return attend(*_vary_alike(inputs, aux))
 
-    operands = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, spec), (inputs, aux), in_specs)
-    out_specs = (row, P(batch_axes, head_axes, None))
-    axes = {*batch_axes, *head_axes}
-    return jax.shard_map(on_shard, in_specs=in_specs, out_specs=out_specs, axis_names=axes)(*operands)
+    axes_of = {"batch": batch_axes, "heads": head_axes, "kv_heads": () if replicated_kv else head_axes, None: None}
 
+    def spec(path, x):
+        # A dimension of 1 is shared by all examples or heads, so every shard has it whole.
+        dims = _DIMENSIONS[path[-1].name]
+        return P(*(axes_of[dim] if size != 1 else None for dim, size in zip(dims, x.shape, strict=True)))
 
-def _spec_of(size: int, axes: tuple[str, ...]):
-    """The mesh axes of a dimension that is either `size` (sharded) or 1 (shared by all)."""
-    return lambda x, dim: axes if x.shape[dim] == size and size != 1 else None
+    operands = (inputs, aux)
+    in_specs = jax.tree_util.tree_map_with_path(spec, operands)
+    operands = jax.tree.map(jax.sharding.reshard, operands, in_specs)
+    out_specs = (P(batch_axes, None, head_axes, None), P(batch_axes, head_axes, None))
+    names = {*batch_axes, *head_axes}
+    return jax.shard_map(on_shard, in_specs=in_specs, out_specs=out_specs, axis_names=names)(*operands)
 
 
 def _explicit_axes(inputs: Inputs) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -243,9 +243,7 @@ def _visible(tiles: XlaTiles, tiled: _Tiled, i, j) -> Bool[Array, "B|1 K|1 G|1 q
 
 def _keep(p: Problem, tiles: XlaTiles, tiled: _Tiled, i, j) -> Bool[Array, "B|1 K|1 G|1 q s"]:
     assert tiled.dropout is not None
-    keep = keep_tile(
-        tiled.dropout, i * tiles.q_tile, j * tiles.kv_tile, tiles.q_tile, tiles.kv_tile, p.dropout_rate
-    )
+    keep = keep_tile(tiled.dropout, i * tiles.q_tile, j * tiles.kv_tile, tiles.q_tile, tiles.kv_tile, p.dropout_rate)
     return _group_heads(p, keep)
 
 
@@ -271,16 +269,14 @@ def _tile(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux) -> _Tiled:
 
 
 def _loops(p: Problem, tiles: XlaTiles, tiled: _Tiled, *, transposed: bool) -> _Loops:
-    num_q_tiles = tiled.query.shape[3] // tiles.q_tile
-    num_kv_tiles = tiled.key.shape[2] // tiles.kv_tile
+    num_q_tiles, num_kv_tiles = _count(p.q_len, tiles.q_tile), _count(p.kv_len, tiles.kv_tile)
     if tiled.start is None and tiled.stop is None:
         return _Loops(num_q_tiles, num_kv_tiles, None)
     rows = (1, tiled.query.shape[3])
     start = jnp.zeros(rows, jnp.int32) if tiled.start is None else tiled.start
     stop = jnp.full(rows, p.kv_len, jnp.int32) if tiled.stop is None else tiled.stop
-    batch = max(start.shape[0], stop.shape[0])
-    start, stop = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (start, stop))
-    hull = KvRange(*_over_vmap(*KvRange.of(start, stop, tiles.q_tile).over_batch()))
+    hull = KvRange.of(*jnp.broadcast_arrays(start, stop), tiles.q_tile).over_batch()
+    hull = KvRange(*_over_vmap(*hull))  # pyright: ignore[reportCallIssue]
     visits = hull.transpose(tiles.kv_tile, num_kv_tiles) if transposed else hull.key_tiles(tiles.kv_tile)
     return _Loops(num_q_tiles, num_kv_tiles, TileRange(visits.first[0], visits.last[0]))
 
@@ -304,9 +300,7 @@ def _span(visits: TileRange | None, tile, count):
 
 
 def _einsum(p: Problem, subscripts: str, *operands: Array) -> Array:
-    return jnp.einsum(
-        subscripts, *operands, precision=p.precision, preferred_element_type=p.accumulator_dtype
-    )
+    return jnp.einsum(subscripts, *operands, precision=p.precision, preferred_element_type=p.accumulator_dtype)
 
 
 def _zero_where_empty(row_max: Array) -> Array:
@@ -322,8 +316,13 @@ def _update(x: Array, tile: Array, index, size: int, axis: int) -> Array:
     return lax.dynamic_update_slice_in_dim(x, tile, index * size, axis)
 
 
+def _count(length, tile: int):
+    """Tiles that hold `length` rows; written so that a symbolic length is known to need at least one."""
+    return (length + (tile - 1)) // tile
+
+
 def _pad(x: Array, multiple: int, axis: int, value=0) -> Array:
-    missing = -x.shape[axis] % multiple
+    missing = _count(x.shape[axis], multiple) * multiple - x.shape[axis]
     if isinstance(missing, int) and missing == 0:
         return x
     return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)], constant_values=value)
@@ -374,4 +373,3 @@ def _group_rows(p: Problem, x: Float[Array, "B T N H"], q_tile: int) -> Float[Ar
 
 def _ungroup_rows(p: Problem, x: Float[Array, "B K G T H"]) -> Float[Array, "B T N H"]:
     return x[:, :, :, : p.q_len].transpose(0, 3, 1, 2, 4).reshape(p.batch, p.q_len, p.heads, x.shape[-1])
-
