@@ -32,8 +32,8 @@ class DropoutSeed(NamedTuple):
     """The seed and the global indices of the rows at hand (a shard carries its own part of them)."""
 
     words: UInt32[Array, " 2"]
-    batch_index: UInt32[Array, "B|1"]
-    head_index: UInt32[Array, "N|1"]
+    batch_index: UInt32[Array, " B|1"]
+    head_index: UInt32[Array, " N|1"]
 
 
 def make_seed(rng: Array, batch: int, heads: int, *, broadcast: bool) -> DropoutSeed:

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import dot_product_attention as flax_dot_product_attention
@@ -139,11 +140,13 @@ def attend(
             "precision": precision,
         }
         operands = (query, key, value, bias, combined)
-        if sow is None:
-            out = dot_product_attention(*operands, implementation=options.implementation, **shared)
-        else:
-            out, weights = attention_weights(*operands, **shared)
-            sow(weights)
+        # A user's ban on implicit rank promotion is about the user's own arrays.
+        with jax.numpy_rank_promotion("allow"):
+            if sow is None:
+                out = dot_product_attention(*operands, implementation=options.implementation, **shared)
+            else:
+                out, weights = attention_weights(*operands, **shared)
+                sow(weights)
     # A jitted step cannot raise when the cache is full, and must not look like an answer.
     return out if in_cache is None else jnp.where(in_cache, out, jnp.nan)
 

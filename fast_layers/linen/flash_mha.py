@@ -91,7 +91,8 @@ class FlashMHA(nn.MultiHeadDotProductAttention, kw_only=True):
             module = _WithFields(self, decode=False, attention_fn=attention_fn)
             slot = _CacheCollection(self) if self.decode else None
             mask = shared.with_segments(mask, segment_ids)
-            passed = shared.CallExtras(mask, input_positions, slot, "query")
+            operand = "query" if kv_heads == self.num_heads else "key"
+            passed = shared.CallExtras(mask, input_positions, slot, operand)
         else:
             shared.refuse_options(options, self.attention_fn)
             shared.refuse_extras(self.attention_fn, mask, segment_ids, input_positions)

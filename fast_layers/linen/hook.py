@@ -6,7 +6,6 @@ V value depth.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 

@@ -275,8 +275,8 @@ def _loops(p: Problem, tiles: XlaTiles, tiled: _Tiled, *, transposed: bool) -> _
     rows = (1, tiled.query.shape[3])
     start = jnp.zeros(rows, jnp.int32) if tiled.start is None else tiled.start
     stop = jnp.full(rows, p.kv_len, jnp.int32) if tiled.stop is None else tiled.stop
-    hull = KvRange.of(*jnp.broadcast_arrays(start, stop), tiles.q_tile).over_batch()
-    hull = KvRange(*_over_vmap(*hull))  # pyright: ignore[reportCallIssue]
+    start, stop = jnp.broadcast_arrays(start, stop)
+    hull = KvRange(*_over_vmap(*KvRange.of(start, stop, tiles.q_tile).over_batch()))
     visits = hull.transpose(tiles.kv_tile, num_kv_tiles) if transposed else hull.key_tiles(tiles.kv_tile)
     return _Loops(num_q_tiles, num_kv_tiles, TileRange(visits.first[0], visits.last[0]))
 
