@@ -26,7 +26,7 @@ from fast_layers.linen import hook
 _flax_call: Callable[..., Any] = nn.MultiHeadDotProductAttention.__call__.__wrapped__  # pyright: ignore
 
 
-class FlashMHA(nn.MultiHeadDotProductAttention, kw_only=True):
+class FlashMHA(nn.MultiHeadDotProductAttention):
     """`nn.MultiHeadDotProductAttention` whose attention is `fast_layers.dot_product_attention`.
 
     Parameters, initial values, caches, errors, warnings and arguments are those of the installed Flax version; its
@@ -45,7 +45,8 @@ class FlashMHA(nn.MultiHeadDotProductAttention, kw_only=True):
     as its input. A chunk that does not fit raises ValueError; inside jit its outputs and all later ones are NaN.
     """
 
-    attention_fn: Callable[..., Array] = dataclasses.field(default=hook.attention_fn, kw_only=False)
+    attention_fn: Callable[..., Array] = hook.attention_fn
+    _: dataclasses.KW_ONLY
     num_kv_heads: int | None = None
     rope: Rope | None = None
     window: shared.Window | None = None

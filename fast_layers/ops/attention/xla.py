@@ -73,9 +73,13 @@ def _forward(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux):
     like = functools.partial(vary_over, axes=varying_axes(tiled.query))
 
     def attend_q_tile(i, out_and_lse):
+        query = _slice(tiled.query, i, q_rows, 3)
+
         def attend_kv_tile(j, state):
             row_max, row_sum, acc = state
-            scores, _ = _masked_scores(p, tiles, tiled, i, j)
+            key = _slice(tiled.key, j, tiles.kv_tile, 2)
+            scores = _einsum(p, "bkgqh,bksh->bkgqs", query, key)
+            scores, _ = _mask_scores(p, tiles, tiled, scores, i, j)
             new_max = jnp.maximum(row_max, scores.max(-1))
             base = _zero_where_empty(new_max)
             weights = jnp.exp(scores - base[..., None])
@@ -128,7 +132,7 @@ def _backward(p: Problem, tiles: XlaTiles, residuals: Residuals, d_out: Array, d
     tiled = _tile(p, tiles, inputs, aux)
     loops = _loops(p, tiles, tiled, transposed=True)
     like = functools.partial(vary_over, axes=varying_axes(tiled.query))
-    clean_query, clean_key = finite_or_zero(tiled.query), finite_or_zero(tiled.key)
+    clean_query, key_columns = finite_or_zero(tiled.query), finite_or_zero(tiled.key).swapaxes(2, 3)
 
     sees_some = (lse != -jnp.inf).swapaxes(1, 2)[..., None]
     d_out = jnp.where(sees_some, d_out, 0)
@@ -141,32 +145,37 @@ def _backward(p: Problem, tiles: XlaTiles, residuals: Residuals, d_out: Array, d
     )
 
     def grad_kv_tile(j, state):
-        key, value = (_slice(x, j, tiles.kv_tile, 2) for x in (clean_key, tiled.value))
+        key, value = (_slice(x, j, tiles.kv_tile, 2) for x in (tiled.key, tiled.value))
+        columns = _slice(key_columns, j, tiles.kv_tile, 3)
 
         def grad_q_tile(i, state):
             d_query, d_bias, d_key, d_value = state
             rows = functools.partial(_slice, index=i, size=tiles.q_tile, axis=3)
             query, d_out_tile = rows(clean_query), rows(d_out)
-            scores, d_cap = _masked_scores(p, tiles, tiled, i, j)
-            weights = jnp.exp(scores - rows(lse_rows)[..., None])
-            d_weights = _einsum(p, "bkgqv,bksv->bkgqs", d_out_tile, value)
+            # Keys first, [B, K, s, G, q], and d_query with its depth first: so every matmul contracts the last axis
+            # of its left operand. XLA's CPU matmul is half as fast where the left one must be transposed.
+            scores = _einsum(p, "bksh,bkgqh->bksgq", key, rows(tiled.query))
+            scores, d_cap = _mask_scores(p, tiles, tiled, scores, i, j, _keys_first)
+            weights = jnp.exp(scores - rows(lse_rows)[:, :, None])
+            d_weights = _einsum(p, "bksv,bkgqv->bksgq", value, d_out_tile)
             kept = weights
             if tiled.dropout is not None:
-                keep = _keep(p, tiles, tiled, i, j)
+                keep = _keys_first(_keep(p, tiles, tiled, i, j))
                 survived = 1.0 / (1.0 - p.dropout_rate)
                 kept = jnp.where(keep, weights * survived, 0.0)
                 d_weights = jnp.where(keep, d_weights * survived, 0.0)
-            d_value += _einsum(p, "bkgqs,bkgqv->bksv", kept.astype(p.dtype), d_out_tile)
-            d_scores = weights * (d_weights - rows(delta_rows)[..., None])
+            d_value += _einsum(p, "bksgq,bkgqv->bksv", kept.astype(p.dtype), d_out_tile)
+            d_scores = weights * (d_weights - rows(delta_rows)[:, :, None])
             if d_bias is not None:
-                d_bias = _accumulate_bias(d_bias, d_scores, i, j, tiles)
+                d_bias = _accumulate_bias(d_bias, _queries_first(d_scores), i, j, tiles)
             if d_cap is not None:
                 # A masked score may be NaN before the mask, and its derivative with it.
                 d_scores = jnp.where(weights == 0, 0.0, d_scores * d_cap)
             d_scores = (d_scores * p.scale).astype(p.dtype)
-            d_key += _einsum(p, "bkgqs,bkgqh->bksh", d_scores, query)
-            d_query_tile = rows(d_query) + _einsum(p, "bkgqs,bksh->bkgqh", d_scores, key)
-            return _update(d_query, d_query_tile, i, tiles.q_tile, 3), d_bias, d_key, d_value
+            d_key += _einsum(p, "bksgq,bkgqh->bksh", d_scores, query)
+            d_query_tile = _slice(d_query, i, tiles.q_tile, 4)
+            d_query_tile += _einsum(p, "bkhs,bksgq->bkhgq", columns, d_scores)
+            return _update(d_query, d_query_tile, i, tiles.q_tile, 4), d_bias, d_key, d_value
 
         d_query, d_bias, d_keys, d_values = state
         zeros = (like(jnp.zeros(x.shape, p.accumulator_dtype)) for x in (key, value))
@@ -185,14 +194,14 @@ def _backward(p: Problem, tiles: XlaTiles, residuals: Residuals, d_out: Array, d
         loops.num_kv_tiles,
         grad_kv_tile,
         (
-            like(jnp.zeros(tiled.query.shape, p.accumulator_dtype)),
+            like(jnp.zeros((p.batch, p.kv_heads, p.qk_dim, p.group, tiled.query.shape[3]), p.accumulator_dtype)),
             None if tiled.bias is None else like(jnp.zeros(tiled.bias.shape, p.accumulator_dtype)),
             like(jnp.zeros(tiled.key.shape, p.dtype)),
             like(jnp.zeros(tiled.value.shape, p.dtype)),
         ),
     )
     return Inputs(
-        query=_ungroup_rows(p, d_query).astype(inputs.query.dtype),
+        query=_ungroup_rows(p, jnp.moveaxis(d_query, 2, 4)).astype(p.dtype),
         key=d_key[:, :, : p.kv_len].swapaxes(1, 2),
         value=d_value[:, :, : p.kv_len].swapaxes(1, 2),
         bias=None if d_bias is None or inputs.bias is None else _ungroup_bias(p, d_bias, inputs.bias),
@@ -206,19 +215,30 @@ def _sink_gradient(sinks, lse, delta):
     return -(weight * delta).sum((0, 2)).astype(sinks.dtype)
 
 
-def _masked_scores(p: Problem, tiles: XlaTiles, tiled: _Tiled, i, j):
-    """Scores [B, K, G, q, s] of one tile, -inf where masked; and the soft cap's derivative, if there is one."""
-    query = _slice(tiled.query, i, tiles.q_tile, 3)
-    key = _slice(tiled.key, j, tiles.kv_tile, 2)
-    scores = _einsum(p, "bkgqh,bksh->bkgqs", query, key) * p.scale
+def _queries_first(x: Array) -> Array:
+    """[B, K, s, G, q] to [B, K, G, q, s]."""
+    return x.transpose(0, 1, 3, 4, 2)
+
+
+def _keys_first(x: Array) -> Array:
+    """[B, K, G, q, s] to [B, K, s, G, q]."""
+    return x.transpose(0, 1, 4, 2, 3)
+
+
+def _mask_scores(p: Problem, tiles: XlaTiles, tiled: _Tiled, scores: Array, i, j, arrange=lambda x: x):
+    """Products to scores, -inf where masked; and the soft cap's derivative, if there is one.
+
+    `arrange` brings a [B, K, G, q, s] operand to the order of `scores`.
+    """
+    scores = scores * p.scale
     d_cap = None
     if p.softcap is not None:
         squashed = jnp.tanh(scores / p.softcap)
         scores, d_cap = p.softcap * squashed, 1.0 - jnp.square(squashed)
     if tiled.bias is not None:
-        scores += _logits_tile(tiled.bias, i, j, tiles).astype(scores.dtype)
+        scores += arrange(_logits_tile(tiled.bias, i, j, tiles).astype(scores.dtype))
     visible = _visible(tiles, tiled, i, j)
-    return (scores if visible is None else jnp.where(visible, scores, -jnp.inf)), d_cap
+    return (scores if visible is None else jnp.where(arrange(visible), scores, -jnp.inf)), d_cap
 
 
 def _visible(tiles: XlaTiles, tiled: _Tiled, i, j) -> Bool[Array, "B|1 K|1 G|1 q s"] | None:
