@@ -46,12 +46,11 @@ class FlashMHA(nn.MultiHeadDotProductAttention):
     """
 
     attention_fn: Callable[..., Array] = hook.attention_fn
-    _: dataclasses.KW_ONLY
-    num_kv_heads: int | None = None
-    rope: Rope | None = None
-    window: shared.Window | None = None
-    softcap: float | None = None
-    implementation: str | None = None
+    num_kv_heads: int | None = dataclasses.field(default=None, kw_only=True)
+    rope: Rope | None = dataclasses.field(default=None, kw_only=True)
+    window: shared.Window | None = dataclasses.field(default=None, kw_only=True)
+    softcap: float | None = dataclasses.field(default=None, kw_only=True)
+    implementation: str | None = dataclasses.field(default=None, kw_only=True)
 
     @nn.compact
     @with_flax_signature(_flax_call)

@@ -1,0 +1,1 @@
+"""The parts of examples/train_lm.py, one concept per file."""

@@ -1,0 +1,24 @@
+"""Settings of the whole test suite, made before anything imports jax."""
+
+from __future__ import annotations
+
+import os
+
+_DEVICES = "--xla_force_host_platform_device_count"
+
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    # The sharding tests need several devices; the others see only the first one.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+
+import hypothesis
+
+_COMMON = {
+    "deadline": None,  # nearly all of an example's time is compilation
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+    "database": None,
+    "print_blob": True,
+}
+# "ci" draws the same examples in each run; "explore" others each time, and more of them.
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=30, **_COMMON)
+hypothesis.settings.register_profile("explore", max_examples=300, **_COMMON)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

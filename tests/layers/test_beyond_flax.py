@@ -1,0 +1,264 @@
+"""What the layers take beyond Flax: structured masks, segments, window, softcap; and what they refuse."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fast_layers
+from fast_layers import linen, masks
+
+LENGTH, FEATURES, HEADS = 10, 16, 4
+X = jax.random.normal(jax.random.key(0), (2, LENGTH, FEATURES))
+SEGMENTS = jnp.array([[0, 0, 0, 0, 1, 1, 1, 2, 2, 2], [5, 5, 5, 5, 5, 5, 3, 3, -1, -1]])
+close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
+
+
+def nnx_call(x, *more, fields={}, **arguments):
+    return fast_layers.FlashMHA(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0), **fields)(x, *more, **arguments)
+
+
+def linen_call(x, *more, fields={}, **arguments):
+    layer = linen.FlashMHA(HEADS, **fields)
+    return layer.apply(linen.FlashMHA(HEADS).init(jax.random.key(0), x), x, *more, **arguments)
+
+
+def reference_call(call, dense, x=X, **options):
+    """The same layer with the mask written out, by the reference backend."""
+    return call(x, mask=dense, fields={"implementation": "reference", **options})
+
+
+@pytest.fixture(params=[nnx_call, linen_call], ids=["nnx", "linen"])
+def call(request):
+    return request.param
+
+
+def same_segment(q, k):
+    return ((q[:, :, None] == k[:, None, :]) & (q >= 0)[:, :, None])[:, None]
+
+
+def test_structured_mask(call):
+    mask = masks.Causal() & masks.LocalWindow(3, None) & masks.KeyLengths(jnp.array([10, 7]))
+    close(call(X, mask=mask), reference_call(call, mask.as_array(LENGTH, LENGTH, (2,))))
+
+
+def test_segments(call):
+    dense = same_segment(SEGMENTS, SEGMENTS)
+    got = call(X, segment_ids=SEGMENTS)
+    close(got, reference_call(call, dense))
+    # A document is what it would be alone.
+    close(got[0, 4:7], call(X[:1, 4:7])[0])
+    # Together with masks of both kinds.
+    causal = jnp.tri(LENGTH)
+    for mask in (masks.Causal(), nnx.make_causal_mask(X[..., 0])):
+        close(call(X, segment_ids=SEGMENTS, mask=mask), reference_call(call, dense * causal))
+
+
+def test_segments_of_cross_attention(call):
+    keys = jax.random.normal(jax.random.key(1), (2, 4, FEATURES))
+    key_segments = jnp.array([[0, 1, 2, 2], [5, 3, 3, 5]])
+    got = call(X, keys, segment_ids=(SEGMENTS, key_segments))
+    want = call(X, keys, mask=same_segment(SEGMENTS, key_segments))
+    close(got, want)
+    with pytest.raises(ValueError, match="an array or a pair"):
+        call(X, keys, segment_ids=(SEGMENTS, key_segments, SEGMENTS))
+
+
+def test_window_and_softcap(call):
+    i = jnp.arange(LENGTH)
+    dense = (i[None] >= i[:, None] - 2) & (i[None] <= i[:, None] + 2)
+    close(call(X, fields={"window": 2}), reference_call(call, dense))
+    close(call(X, fields={"window": (2, None)}), reference_call(call, i[None] >= i[:, None] - 2))
+    capped = call(X, fields={"softcap": 0.5})
+    close(capped, reference_call(call, None, softcap=0.5))
+    assert jnp.abs(capped - call(X)).max() > 1e-3
+
+
+def test_implementation_and_explain():
+    layer = fast_layers.FlashMHA(HEADS, FEATURES, implementation="reference", decode=False, rngs=nnx.Rngs(0))
+    assert "forward  on cpu: reference" in str(fast_layers.explain(layer, X))
+    text = str(fast_layers.explain(functools.partial(linen_call, segment_ids=SEGMENTS), X))
+    assert "segments" in text
+    assert "forward  on cpu: xla" in text
+    with pytest.raises(ValueError, match="'nope' is unknown"):
+        nnx_call(X, fields={"implementation": "nope"})
+
+
+def test_sown_weights(call):
+    mask = masks.Causal()
+    if call is nnx_call:
+        layer = fast_layers.FlashMHA(HEADS, FEATURES, decode=False, num_kv_heads=2, rngs=nnx.Rngs(0))
+        flax = nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, num_kv_heads=2, rngs=nnx.Rngs(0))
+        out, sown = nnx.capture(layer, nnx.Intermediate)(X, mask=mask, sow_weights=True)
+        _, theirs = nnx.capture(flax, nnx.Intermediate)(X, is_causal=True, sow_weights=True)
+        close(out, layer(X, mask=mask))
+    else:
+        variables = linen.FlashMHA(HEADS).init(jax.random.key(0), X)
+        run = functools.partial(linen.FlashMHA(HEADS).apply, variables, X, mask=mask)
+        out, sown = run(sow_weights=True, mutable=["intermediates"])
+        flax = nn.MultiHeadDotProductAttention(HEADS)
+        _, theirs = flax.apply(variables, X, mask=jnp.tri(LENGTH), sow_weights=True, mutable=["intermediates"])
+        close(out, run())
+        sown, theirs = sown["intermediates"], theirs["intermediates"]
+    (got,), (want,) = sown["attention_weights"], theirs["attention_weights"]
+    assert got.shape == (2, HEADS, LENGTH, LENGTH)
+    close(got, want)
+
+
+def test_sown_weights_are_those_before_dropout():
+    layer = fast_layers.FlashMHA(HEADS, FEATURES, decode=False, dropout_rate=0.5, rngs=nnx.Rngs(0))
+    run = nnx.capture(layer, nnx.Intermediate)
+    dropped, sown = run(X, sow_weights=True, deterministic=False)
+    plain, sown_plain = run(X, sow_weights=True, deterministic=True)
+    close(sown["attention_weights"][0], sown_plain["attention_weights"][0])
+    assert (dropped != plain).any()
+
+
+class TestDropout:
+    def layer(self, rate=0.5, **fields):
+        return fast_layers.FlashMHA(HEADS, FEATURES, decode=False, dropout_rate=rate, rngs=nnx.Rngs(0), **fields)
+
+    def test_same_key_same_result(self):
+        layer = self.layer(keep_rngs=False)
+        first, again, other = (layer(X, deterministic=False, rngs=nnx.Rngs(dropout=seed)) for seed in (3, 3, 4))
+        np.testing.assert_array_equal(first, again)
+        assert (first != other).any()
+        # The backend does not matter, nor whether weights are sown.
+        reference = self.layer(keep_rngs=False, implementation="reference")
+        close(reference(X, deterministic=False, rngs=nnx.Rngs(dropout=3)), first)
+
+    def test_kept_rngs_advance(self):
+        layer = self.layer()
+        assert (layer(X, deterministic=False) != layer(X, deterministic=False)).any()
+
+    def test_off_is_the_plain_fast_path(self):
+        layer = self.layer(deterministic=True)
+        close(layer(X), nnx_call(X))
+        assert "dropout" not in str(fast_layers.explain(layer, X))
+        assert "dropout 0.5" in str(fast_layers.explain(functools.partial(self.dropped, layer), X))
+
+    @staticmethod
+    def dropped(layer, x):
+        return layer(x, deterministic=False, rngs=nnx.Rngs(dropout=0))
+
+    @pytest.mark.parametrize("broadcast", [True, False])
+    def test_statistics(self, broadcast):
+        """With values of 1 and equal weights an output is the kept share of keys over 1 - rate."""
+        length, rate = 256, 0.25
+        q = jnp.zeros((4, length, HEADS, 8))
+        out = fast_layers.nnx_attention_fn(
+            q, q, jnp.ones_like(q), dropout_rate=rate, dropout_rng=jax.random.key(0), broadcast_dropout=broadcast
+        )[..., 0]
+        sigma = (rate / (1 - rate) / length) ** 0.5
+        assert abs(out.mean() - 1) < 5 * sigma / (length if broadcast else 4 * HEADS * length) ** 0.5
+        assert sigma * 0.9 < out.std() < sigma * 1.1
+        assert (out == out[:1, :, :1]).all() == broadcast
+
+
+FOREIGN = {nnx_call: nnx.dot_product_attention, linen_call: nn.dot_product_attention}
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments", "match"),
+    [
+        ({"rope": fast_layers.Rope()}, {}, "rope cannot reach attention_fn=dot_product_attention"),
+        ({"window": 3, "softcap": 2.0}, {}, "window, softcap cannot reach"),
+        ({"implementation": "xla"}, {}, "implementation cannot reach"),
+        ({}, {"mask": masks.Causal()}, "a structured mask: attention_fn=dot_product_attention takes arrays only"),
+        ({}, {"segment_ids": SEGMENTS}, "segment_ids: attention_fn="),
+    ],
+    ids=str,
+)
+def test_foreign_attention_fn_gets_nothing_of_ours(call, fields, arguments, match):
+    with pytest.raises(ValueError, match=match):
+        call(X, fields={"attention_fn": FOREIGN[call], **fields}, **arguments)
+
+
+def test_foreign_attention_fn_is_called(call):
+    def attend(query, key, value, mask=None, **rest):
+        return value * 2
+
+    doubled = call(X, fields={"attention_fn": attend})
+    alone = call(X[:, :1])  # one key: the output is its value
+    assert doubled.shape == X.shape
+    assert (doubled[:, :1] != alone).any()
+
+
+def test_our_hook_as_attention_fn_is_the_default():
+    close(
+        nnx_call(X, fields={"attention_fn": fast_layers.nnx_attention_fn, "window": 2}),
+        nnx_call(X, fields={"window": 2}),
+    )
+    close(
+        linen_call(X, fields={"attention_fn": linen.attention_fn, "window": 2}),
+        linen_call(X, fields={"window": 2}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"window": -1}, "must be an int >= 0"),
+        ({"window": (1, 2, 3)}, r"must be an int or a pair \(left, right\)"),
+        ({"window": 2.5}, r"must be an int or a pair \(left, right\)"),
+        ({"softcap": -3.0}, "softcap=-3.0: must be a finite number > 0"),
+        ({"rope": "yes"}, "must be None or a fast_layers.Rope"),
+    ],
+    ids=str,
+)
+def test_wrong_options(call, fields, match):
+    with pytest.raises(ValueError, match=match):
+        call(X, fields=fields)
+
+
+# Transforms.
+
+
+def test_structured_masks_pass_through_jit_and_grad():
+    layer = fast_layers.FlashMHA(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0))
+    mask = masks.Causal() & masks.Segments(SEGMENTS)
+    want = layer(X, mask=mask)
+    close(nnx.jit(lambda layer, x, mask: layer(x, mask=mask))(layer, X, mask), want)
+    close(nnx.remat(lambda layer, x, mask: layer(x, mask=mask))(layer, X, mask), want)
+    gradients = nnx.grad(lambda layer, x, mask: layer(x, mask=mask).sum())(layer, X, mask)
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))
+
+
+def test_scan_over_layers_and_vmap_over_models():
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return fast_layers.FlashMHA(HEADS, FEATURES, decode=False, rope=fast_layers.Rope(), rngs=rngs)
+
+    stacked = make(nnx.Rngs(0))
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def forward(x, layer):
+        return x + layer(x, is_causal=True)
+
+    graph, state = nnx.split(stacked)
+    layers = [nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state)) for i in range(3)]
+    want = X
+    for layer in layers:
+        want = want + layer(want, is_causal=True)
+    close(forward(X, stacked), want, rtol=1e-4, atol=1e-5)
+    each = nnx.vmap(lambda layer, x: layer(x, is_causal=True), in_axes=(0, None))(stacked, X)
+    close(each, jnp.stack([layer(X, is_causal=True) for layer in layers]))
+
+
+def test_shardings_reach_the_projections():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    layer = fast_layers.FlashMHA(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0))
+    want = layer(X)
+    with jax.set_mesh(mesh):
+        x = jax.sharding.reshard(X, jax.P("data"))
+        rows = jax.P("data", None, None, None)
+        got = layer(x, qkv_sharding=rows, out_sharding=jax.P("data", None, None))
+        assert jax.typeof(got).sharding.spec == jax.P("data", None, None)
+    close(got, want)

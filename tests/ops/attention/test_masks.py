@@ -1,0 +1,252 @@
+"""Structured masks against the definitions, position by position; their algebra, their hulls, their pytrees."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast_layers import masks
+from hypothesis import strategies as st
+
+from ops.attention import oracle
+
+B, N = 2, 2
+
+
+def _expected(mask, q_len, kv_len, q_offset=0):
+    """[B, 1|N, T, S] from the definitions. `q_offset` is a scalar or [B]."""
+    see = functools.partial(oracle.visible, B, q_len, kv_len)
+    match mask:
+        case masks.And(parts):
+            return functools.reduce(operator.and_, (_expected(m, q_len, kv_len, q_offset) for m in parts))
+        case masks.Offset(inner, "bottom_right"):
+            return _expected(inner, q_len, kv_len, q_offset + kv_len - q_len)
+        case masks.Offset(inner, offset):
+            return _expected(inner, q_len, kv_len, q_offset + np.asarray(offset))
+        case masks.Causal():
+            return see(q_offset=q_offset, causal=True)
+        case masks.LocalWindow(left, right):
+            return see(q_offset=q_offset, window=(left, right))
+        case masks.Prefix(lengths):
+            return see(q_offset=q_offset, prefix=lengths)
+        case masks.KeyLengths(lengths):
+            return see(kv_lengths=lengths)
+        case masks.QueryLengths(lengths):
+            return see(q_lengths=lengths)
+        case masks.Segments(query_ids, None):
+            return see(q_ids=query_ids, kv_ids=query_ids)
+        case masks.Segments(query_ids, key_ids):
+            return see(q_ids=query_ids, kv_ids=key_ids)
+        case masks.Dense(array):
+            array = np.asarray(array)
+            return see(dense=array)
+    raise AssertionError(f"no definition for {mask}")
+
+
+@st.composite
+def calls(draw):
+    """(mask, T, S): any mask, nested up to two deep."""
+    q_len, kv_len = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+
+    def ints(shape, low, high):
+        return np.asarray(draw(st.lists(st.integers(low, high), min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))), np.int32).reshape(shape)
+
+    def per_example(low, high):
+        return ints((B,), low, high) if draw(st.booleans()) else draw(st.integers(low, high))
+
+    def ids(length):
+        return ints((length,) if draw(st.booleans()) else (B, length), -2, 3)
+
+    def leaf():
+        kinds = ["causal", "window", "prefix", "key lengths", "query lengths", "pair", "dense"]
+        if q_len == kv_len:
+            kinds.append("segments")
+        match draw(st.sampled_from(kinds)):
+            case "causal":
+                return masks.Causal()
+            case "window":
+                side = st.none() | st.integers(0, 10)
+                return masks.LocalWindow(draw(side), draw(side))
+            case "prefix":
+                return masks.Prefix(per_example(0, kv_len))
+            case "key lengths":
+                return masks.KeyLengths(per_example(0, kv_len + 2))
+            case "query lengths":
+                return masks.QueryLengths(per_example(0, q_len + 2))
+            case "segments":
+                return masks.Segments(ids(q_len))
+            case "pair":
+                return masks.Segments(ids(q_len), ids(kv_len))
+            case _:
+                shape = [draw(st.sampled_from([1, n])) for n in (B, N, q_len, kv_len)]
+                rng = np.random.default_rng(draw(st.integers(0, 99)))
+                return masks.Dense(rng.random(shape[draw(st.integers(0, 2)) :]) < 0.6)
+
+    def maybe_offset(mask):
+        kind = draw(st.sampled_from(["none", "none", "int", "array", "bottom_right"]))
+        if kind == "none":
+            return mask
+        offset = {"int": lambda: draw(st.integers(-4, 9)), "array": lambda: ints((B,), -4, 9)}.get(kind, lambda: kind)()
+        return masks.Offset(mask, offset)
+
+    def conjunction(part):
+        return functools.reduce(operator.and_, (part() for _ in range(draw(st.integers(1, 3)))))
+
+    inner = lambda: maybe_offset(conjunction(leaf))
+    return maybe_offset(conjunction(inner)), q_len, kv_len
+
+
+def _array(mask, q_len, kv_len):
+    array = np.asarray(mask.as_array(q_len, kv_len, batch=(B,)))
+    assert array.dtype == bool
+    return np.broadcast_to(array, (B, N, q_len, kv_len))
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(calls())
+def test_any_mask_matches_its_definition(call):
+    np.testing.assert_array_equal(_array(*call), np.broadcast_to(_expected(*call), _array(*call).shape))
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(calls())
+def test_intervals_hold_every_visible_key(call):
+    """What kernels skip by must never be too narrow."""
+    mask, q_len, kv_len = call
+    start, stop = mask.lower((B,), q_len, kv_len).intervals(q_len, kv_len)
+    start = np.zeros((1, q_len)) if start is None else np.asarray(start)
+    stop = np.full((1, q_len), kv_len) if stop is None else np.asarray(stop)
+    assert ((start >= 0) & (start <= kv_len) & (stop >= 0) & (stop <= kv_len)).all()
+    keys = np.arange(kv_len)
+    hull = (keys >= start[:, None, :, None]) & (keys < stop[:, None, :, None])
+    assert not (_expected(*call) & ~hull).any()
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(calls())
+def test_masks_are_pytrees(call):
+    """A mask goes through jit, and comes back, unchanged; static parts stay static."""
+    mask, q_len, kv_len = call
+    leaves, structure = jax.tree.flatten(mask)
+    assert not any(isinstance(leaf, str) for leaf in leaves)
+    rebuilt = jax.tree.unflatten(structure, leaves)
+    np.testing.assert_array_equal(_array(rebuilt, q_len, kv_len), _array(mask, q_len, kv_len))
+    hash(structure)
+    through = jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in leaves])
+    np.testing.assert_array_equal(_array(through, q_len, kv_len), _array(mask, q_len, kv_len))
+
+
+def test_segment_hulls_are_tight():
+    """First to one past the last key of the row's segment, not the whole row."""
+    form = masks.Segments(np.array([5, 5, 0, -1, 0, 7, 3])).lower((), 7, 7)
+    np.testing.assert_array_equal(form.start, [[0, 0, 2, 0, 2, 5, 6]])
+    np.testing.assert_array_equal(form.stop, [[2, 2, 5, 0, 5, 6, 7]])
+    cross = masks.Segments(np.array([4, 1, 9]), np.array([1, 4, 4, 1, -1])).lower((), 3, 5)
+    np.testing.assert_array_equal(cross.start, [[1, 0, 0]])
+    np.testing.assert_array_equal(cross.stop, [[3, 4, 0]])
+
+
+def test_large_ids_stay_apart():
+    """Ids up to the ends of int32: combining two sets must not multiply them into one another."""
+    top = np.iinfo(np.int32).max
+    a, b = np.array([top, top, 0, top - 1]), np.array([top, 0, top, top])
+    both = masks.Segments(a) & masks.Segments(b)
+    np.testing.assert_array_equal(both.as_array(4, 4)[0, 0], (a[:, None] == a) & (b[:, None] == b))
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(calls())
+def test_and_is_associative_and_order_does_not_matter(call):
+    a, q_len, kv_len = call
+    b, c = masks.LocalWindow(3, None) & masks.QueryLengths(5), masks.Prefix(np.array([2, 0]))
+    left, right, flipped = (a & b) & c, a & (b & c), c & (b & a)
+    assert isinstance(left, masks.And)
+    assert len(left.parts) == len(right.parts)
+    for other in (right, flipped):
+        np.testing.assert_array_equal(_array(left, q_len, kv_len), _array(other, q_len, kv_len))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.KeyLengths(np.arange(4)),
+        masks.QueryLengths(np.arange(4)),
+        masks.Prefix(np.arange(4)),
+        masks.Segments(np.arange(24).reshape(4, 6) // 5),
+        masks.Segments(np.arange(24).reshape(4, 6) // 5) & masks.Segments(np.arange(24).reshape(4, 6) // 7),
+        masks.Offset(masks.Causal(), np.arange(4)),
+        masks.Causal() & masks.KeyLengths(np.arange(4)),
+        masks.Dense(np.arange(4 * 36).reshape(4, 1, 6, 6) % 5 > 1),
+    ],
+    ids=lambda mask: type(mask).__name__,
+)
+def test_vmap_over_a_mask(mask):
+    """Mapped masks give what a loop over their members gives; jit inside."""
+    arrays = jax.vmap(jax.jit(lambda m: m.as_array(6, 6)[0]))(mask)
+    for i in range(4):
+        member = jax.tree.map(lambda leaf, i=i: leaf[i], mask)
+        np.testing.assert_array_equal(arrays[i], member.as_array(6, 6)[0])
+
+
+def test_static_offsets_need_no_arrays():
+    """A causal band at a known offset is two numbers, not an interval per row."""
+    for mask in (
+        masks.Causal(),
+        masks.Offset(masks.Causal(), 3),
+        masks.Offset(masks.Offset(masks.Causal(), "bottom_right"), -1) & masks.LocalWindow(5, None),
+    ):
+        assert jax.tree.leaves(mask) == []
+        form = mask.lower((B,), 4, 9)
+        assert jax.tree.leaves(form) == []
+        assert form.band is not None
+
+
+def test_batch_dims_flatten_row_major():
+    lengths = np.array([[1, 2, 3], [4, 0, 2]])
+    array = masks.KeyLengths(lengths).as_array(1, 4, batch=(2, 3))
+    np.testing.assert_array_equal(array.sum(-1).reshape(2, 3), lengths)
+
+
+BAD = [
+    (lambda: masks.LocalWindow(-1, 0), ValueError, r"LocalWindow left=-1: must be an int >= 0, or None"),
+    (lambda: masks.LocalWindow(0, 1.5), ValueError, r"LocalWindow right=1\.5: must be an int >= 0"),
+    (lambda: masks.LocalWindow(True), ValueError, r"LocalWindow left=True: must be an int"),
+    (lambda: masks.Causal() & np.ones((3, 3), bool), TypeError, r"ndarray; wrap a boolean array: .*masks\.Dense"),
+    (lambda: masks.Causal() & None, TypeError, r"cannot combine a mask with NoneType"),
+    (lambda: masks.Dense(np.ones((3, 3))).as_array(3, 3), ValueError, r"mask has dtype float\d\d: must be bool.*bias="),
+    (lambda: masks.Dense(np.ones((2, 3), bool)).as_array(3, 3), ValueError, r"\(2, 3\): must be broadcastable to"),
+    (lambda: masks.Dense(np.ones((1, 1, 1, 3, 3), bool)).as_array(3, 3), ValueError, r"must be broadcastable to"),
+    (lambda: masks.KeyLengths(np.ones(3)).as_array(3, 3), ValueError, r"key lengths must be integers, got dtype float"),
+    (
+        lambda: masks.KeyLengths(np.arange(3)).as_array(3, 3, batch=(2,)),
+        ValueError,
+        r"key lengths must have shape \(2,\) \(one per example\) or be a scalar, got \(3,\)",
+    ),
+    (lambda: masks.QueryLengths(np.arange(3)).as_array(3, 3), ValueError, r"query lengths must have shape \(\)"),
+    (lambda: masks.Prefix([[1]]).as_array(3, 3, batch=(1,)), ValueError, r"prefix lengths must have shape \(1,\)"),
+    (lambda: masks.Segments(np.zeros(4, int)).as_array(3, 3), ValueError, r"of the queries must have shape.*got \(4,\)"),
+    (
+        lambda: masks.Segments(np.zeros(3, int)).as_array(3, 5),
+        ValueError,
+        r"segment_ids of the keys must have shape \(5,\) or \(5,\), got \(3,\)",
+    ),
+    (lambda: masks.Segments(np.zeros(3)).as_array(3, 3), ValueError, r"segment_ids of the queries must be integers"),
+    (
+        lambda: masks.Offset(masks.Causal(), "top_left").as_array(3, 3),
+        ValueError,
+        r"q_offset='top_left': must be .*'bottom_right'",
+    ),
+    (lambda: masks.Offset(masks.Causal(), 1.5).as_array(3, 3), ValueError, r"q_offset must be integers"),
+    (lambda: masks.Offset(masks.Causal(), np.arange(3)).as_array(3, 3, batch=(2,)), ValueError, r"q_offset must have"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), BAD, ids=[message[:30] for *_, message in BAD])
+def test_errors(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
