@@ -65,7 +65,7 @@ class Block(nnx.Module):
         self.mlp = GatedMLP(config, out_init=out_init, rngs=rngs)
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None, decode: bool = False) -> jax.Array:
-        x += self.attention(self.attention_norm(x), segment_ids=None, is_causal=True, decode=decode)
+        x += self.attention(self.attention_norm(x), segment_ids=segment_ids, is_causal=True, decode=decode)
         return x + self.mlp(self.mlp_norm(x))
 
 

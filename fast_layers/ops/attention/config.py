@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 
+from fast_layers.arch import Arch
 from fast_layers.kernel_parts.dropout import KEYS_PER_BLOCK
 from fast_layers.ops.attention.problem import Problem
 
-# Scores of one tile over batch and heads that stay in a CPU core's share of the cache (float32: 2 MiB);
-# measured on CPU, see bench/NOTES.md.
-_SCORES_PER_TILE = 1 << 19
-_LARGEST_TILE = 256
 _SMALLEST_TILE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class _Budget:
+    """`scores`: of one tile, over batch and heads; `tile`: its largest side."""
+
+    scores: int
+    tile: int
+
+
+# A core's share of the cache (2 MiB of float32); measured, see bench/NOTES.md.
+_CPU = _Budget(scores=1 << 19, tile=256)
+# Few and large steps, since each launches several kernels: 128 MiB of float32. A guess, never timed on a GPU or TPU.
+_ACCELERATOR = _Budget(scores=1 << 25, tile=1024)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +39,12 @@ class XlaTiles:
             raise ValueError(f"{self.kv_tile=} must be a positive multiple of {KEYS_PER_BLOCK}")
 
     @classmethod
-    def of(cls, problem: Problem) -> XlaTiles:
-        tile = _LARGEST_TILE
+    def of(cls, problem: Problem, arch: Arch) -> XlaTiles:
+        budget = _CPU if arch.platform == "cpu" else _ACCELERATOR
+        tile = budget.tile
         if isinstance(problem.batch, int):
             cells = max(problem.batch * problem.heads, 1)
-            while tile > _SMALLEST_TILE and cells * tile * tile > _SCORES_PER_TILE:
+            while tile > _SMALLEST_TILE and cells * tile * tile > budget.scores:
                 tile //= 2
         return cls(q_tile=_fit(problem.q_len, tile, 8), kv_tile=_fit(problem.kv_len, tile, KEYS_PER_BLOCK))
 

@@ -19,6 +19,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int
 
+from fast_layers.arch import lowering_targets
 from fast_layers.kernel_parts.dropout import DropoutSeed, keep_tile
 from fast_layers.kernel_parts.kv_range import KvRange, TileRange
 from fast_layers.kernel_parts.manual_axes import vary_over, varying_axes
@@ -56,12 +57,12 @@ class _Loops(NamedTuple):
 
 def forward(problem: Problem, inputs: Inputs, aux: Aux):
     """(out [B, T, N, V], lse [B, N, T])."""
-    return _forward(problem, XlaTiles.of(problem), inputs, aux)
+    return _forward(problem, XlaTiles.of(problem, lowering_targets()[0]), inputs, aux)
 
 
 def backward(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array) -> Inputs:
     """Gradients of all inputs, in the inputs' dtypes."""
-    return _backward(problem, XlaTiles.of(problem), residuals, d_out, d_lse)
+    return _backward(problem, XlaTiles.of(problem, lowering_targets()[0]), residuals, d_out, d_lse)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the loops once.
