@@ -1,5 +1,6 @@
 """Runs of examples/train_lm.py on a model so small that a run is mostly start-up."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -61,13 +62,20 @@ def run(start):
 @pytest.fixture(scope="session")
 def uninterrupted(run, tmp_path_factory) -> tuple[Path, str]:
     """The directory and the output of a whole run. Copy it before changing it."""
-    out = tmp_path_factory.mktemp("uninterrupted") / "run"
-    return out, run(*TINY, "--out", str(out))
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # of all workers of this test run: the first to come runs it for the others
+    out, output = shared / "uninterrupted", shared / "uninterrupted.txt"
+    with (shared / "uninterrupted.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not output.exists():
+            output.write_text(run(*TINY, "--out", str(out)))
+    return out, output.read_text()
 
 
 @pytest.fixture(scope="session")
 def losses():
-    """Reads the losses of a run as the exact text of metrics.jsonl, by step; each step must be there once."""
+    """Reads the losses of a run by step; each step must be there once."""
 
     def losses(out: Path) -> dict[int, float]:
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import flax.linen as nn
 import jax
@@ -20,11 +21,11 @@ SEGMENTS = jnp.array([[0, 0, 0, 0, 1, 1, 1, 2, 2, 2], [5, 5, 5, 5, 5, 5, 3, 3, -
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
 
 
-def nnx_call(x, *more, fields={}, **arguments):
+def nnx_call(x, *more, fields=types.MappingProxyType({}), **arguments):
     return fast_layers.FlashMHA(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0), **fields)(x, *more, **arguments)
 
 
-def linen_call(x, *more, fields={}, **arguments):
+def linen_call(x, *more, fields=types.MappingProxyType({}), **arguments):
     layer = linen.FlashMHA(HEADS, **fields)
     return layer.apply(linen.FlashMHA(HEADS).init(jax.random.key(0), x), x, *more, **arguments)
 

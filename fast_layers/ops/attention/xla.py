@@ -321,7 +321,16 @@ def _span(visits: TileRange | None, tile, count):
 
 
 def _einsum(p: Problem, subscripts: str, *operands: Array) -> Array:
-    return jnp.einsum(subscripts, *operands, precision=p.precision, preferred_element_type=p.accumulator_dtype)
+    """A matmul summed in the accumulator's dtype."""
+    product = functools.partial(
+        jnp.einsum, subscripts, precision=p.precision, preferred_element_type=p.accumulator_dtype
+    )
+    if p.dtype.itemsize >= p.accumulator_dtype.itemsize:
+        return product(*operands)
+    # XLA's CPU has no 16-bit matmul for every layout that its own passes produce, and fails when run.
+    return lax.platform_dependent(
+        *operands, cpu=lambda *xs: product(*(x.astype(p.accumulator_dtype) for x in xs)), default=product
+    )
 
 
 def _zero_where_empty(row_max: Array) -> Array:

@@ -105,7 +105,9 @@ class Built:
             None if bias_shape is None else grads.bias[..., flip].reshape(bias_shape),
             grads.sinks,
         )
-        return oracle.Attended(answer.out.reshape(self.d_out.shape), answer.lse.reshape(self.d_lse.shape), shaped)
+        return oracle.Attended(
+            answer.out.reshape(self.d_out.shape), answer.lse.reshape(self.d_lse.shape), shaped
+        )
 
     @property
     def static_options(self) -> dict[str, Any]:
@@ -126,7 +128,14 @@ class Built:
         query, key, value, bias, sinks = self.operands
         explained = fast_layers.explain(
             lambda query, key, value, options: fast_layers.dot_product_attention(
-                query, key, value, bias, sinks=sinks, implementation="reference", **self.static_options, **options
+                query,
+                key,
+                value,
+                bias,
+                sinks=sinks,
+                implementation="reference",
+                **self.static_options,
+                **options,
             ),
             query,
             key,
@@ -214,7 +223,9 @@ def build(case: Case, dtype: Any = np.float32, draw: int = 0) -> Built:
     if c.q_offset == "array":
         options["q_offset"] = facts["q_offset"] = rng.integers(-3, c.kv_len + 1, c.batch).astype(np.int32)
     elif c.q_offset == "bottom_right":
-        facts["q_offset"] = (kv_lengths if c.lengths[1] else c.kv_len) - (q_lengths if c.lengths[0] else c.q_len)
+        facts["q_offset"] = (kv_lengths if c.lengths[1] else c.kv_len) - (
+            q_lengths if c.lengths[0] else c.q_len
+        )
     else:
         facts["q_offset"] = c.q_offset
     if c.segments is not None:
@@ -263,7 +274,9 @@ def cases(draw, lengths: tuple[int, ...] = (1, 7, 33, 64, 129), scores: int = 1 
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (6, 3)]))
     cells = math.prod(batch) * heads
     q_len = draw(st.sampled_from(lengths))
-    kv_len = draw(st.just(q_len) | st.sampled_from([n for n in lengths if n * q_len * cells <= scores] or [1]))
+    kv_len = draw(
+        st.just(q_len) | st.sampled_from([n for n in lengths if n * q_len * cells <= scores] or [1])
+    )
     qk_dim = draw(st.sampled_from([1, 4, 8, 24]))
     side = st.none() | st.integers(0, kv_len)
     broadcast = st.tuples(*[st.booleans()] * 4)

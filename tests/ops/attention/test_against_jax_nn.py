@@ -40,7 +40,11 @@ CALLS = {
     "key lengths": ({}, {"key_value_seq_lengths": KV_LENGTHS}),
     "both lengths, causal": (
         SQUARE,
-        {"query_seq_lengths": Q_LENGTHS, "key_value_seq_lengths": np.array([13, 9], np.int32), "is_causal": True},
+        {
+            "query_seq_lengths": Q_LENGTHS,
+            "key_value_seq_lengths": np.array([13, 9], np.int32),
+            "is_causal": True,
+        },
     ),
     "window": (SQUARE, {"local_window_size": 3}),
     "window of a pair": (SQUARE, {"local_window_size": (4, 1)}),
@@ -66,7 +70,9 @@ def _rows_that_see(options, q_len):
 
 @pytest.mark.parametrize("implementation", ["reference", *TESTED])
 @pytest.mark.parametrize(
-    ("shapes", "options", "bias"), [*((*c, None) for c in CALLS.values()), *BIASED.values()], ids=[*CALLS, *BIASED]
+    ("shapes", "options", "bias"),
+    [*((*c, None) for c in CALLS.values()), *BIASED.values()],
+    ids=[*CALLS, *BIASED],
 )
 def test_same_values_and_gradients(implementation, shapes, options, bias):
     rank = len(_arrays(**shapes)[0].shape)
@@ -84,7 +90,10 @@ def test_same_values_and_gradients(implementation, shapes, options, bias):
 
         return jax.jit(call_and_gradients)
 
-    theirs, ours = results(jax.nn.dot_product_attention, "xla"), results(fast_layers.dot_product_attention, implementation)
+    theirs, ours = (
+        results(jax.nn.dot_product_attention, "xla"),
+        results(fast_layers.dot_product_attention, implementation),
+    )
 
     def make(draw):
         arrays = _arrays(**shapes, seed=draw)

@@ -31,7 +31,13 @@ def _weights(implementation, rng=RNG, rate=RATE, **options):
     key = draw.normal(size=(B, S, K, 4)).astype(np.float32)
     return np.asarray(
         fast_layers.dot_product_attention(
-            query, key, _one_hot_value(), dropout_rate=rate, dropout_rng=rng, implementation=implementation, **options
+            query,
+            key,
+            _one_hot_value(),
+            dropout_rate=rate,
+            dropout_rng=rng,
+            implementation=implementation,
+            **options,
         )
     )
 

@@ -24,7 +24,8 @@ def _expected(mask, q_len, kv_len, q_offset=0):
     match mask:
         case masks.And(parts):
             return functools.reduce(operator.and_, (_expected(m, q_len, kv_len, q_offset) for m in parts))
-        case masks.Offset(inner, "bottom_right"):
+        case masks.Offset(inner, offset) if isinstance(offset, str):
+            assert offset == "bottom_right"
             return _expected(inner, q_len, kv_len, q_offset + kv_len - q_len)
         case masks.Offset(inner, offset):
             return _expected(inner, q_len, kv_len, q_offset + np.asarray(offset))
@@ -54,7 +55,12 @@ def calls(draw):
     q_len, kv_len = draw(st.integers(1, 9)), draw(st.integers(1, 9))
 
     def ints(shape, low, high):
-        return np.asarray(draw(st.lists(st.integers(low, high), min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))), np.int32).reshape(shape)
+        return np.asarray(
+            draw(
+                st.lists(st.integers(low, high), min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))
+            ),
+            np.int32,
+        ).reshape(shape)
 
     def per_example(low, high):
         return ints((B,), low, high) if draw(st.booleans()) else draw(st.integers(low, high))
@@ -91,7 +97,9 @@ def calls(draw):
         kind = draw(st.sampled_from(["none", "none", "int", "array", "bottom_right"]))
         if kind == "none":
             return mask
-        offset = {"int": lambda: draw(st.integers(-4, 9)), "array": lambda: ints((B,), -4, 9)}.get(kind, lambda: kind)()
+        offset = {"int": lambda: draw(st.integers(-4, 9)), "array": lambda: ints((B,), -4, 9)}.get(
+            kind, lambda: kind
+        )()
         return masks.Offset(mask, offset)
 
     def conjunction(part):
@@ -216,33 +224,73 @@ BAD = [
     (lambda: masks.LocalWindow(-1, 0), ValueError, r"LocalWindow left=-1: must be an int >= 0, or None"),
     (lambda: masks.LocalWindow(0, 1.5), ValueError, r"LocalWindow right=1\.5: must be an int >= 0"),
     (lambda: masks.LocalWindow(True), ValueError, r"LocalWindow left=True: must be an int"),
-    (lambda: masks.Causal() & np.ones((3, 3), bool), TypeError, r"ndarray; wrap a boolean array: .*masks\.Dense"),
+    (
+        lambda: masks.Causal() & np.ones((3, 3), bool),
+        TypeError,
+        r"ndarray; wrap a boolean array: .*masks\.Dense",
+    ),
     (lambda: masks.Causal() & None, TypeError, r"cannot combine a mask with NoneType"),
-    (lambda: masks.Dense(np.ones((3, 3))).as_array(3, 3), ValueError, r"mask has dtype float\d\d: must be bool.*bias="),
-    (lambda: masks.Dense(np.ones((2, 3), bool)).as_array(3, 3), ValueError, r"\(2, 3\): must be broadcastable to"),
-    (lambda: masks.Dense(np.ones((1, 1, 1, 3, 3), bool)).as_array(3, 3), ValueError, r"must be broadcastable to"),
-    (lambda: masks.KeyLengths(np.ones(3)).as_array(3, 3), ValueError, r"key lengths must be integers, got dtype float"),
+    (
+        lambda: masks.Dense(np.ones((3, 3))).as_array(3, 3),
+        ValueError,
+        r"mask has dtype float\d\d: must be bool.*bias=",
+    ),
+    (
+        lambda: masks.Dense(np.ones((2, 3), bool)).as_array(3, 3),
+        ValueError,
+        r"\(2, 3\): must be broadcastable to",
+    ),
+    (
+        lambda: masks.Dense(np.ones((1, 1, 1, 3, 3), bool)).as_array(3, 3),
+        ValueError,
+        r"must be broadcastable to",
+    ),
+    (
+        lambda: masks.KeyLengths(np.ones(3)).as_array(3, 3),
+        ValueError,
+        r"key lengths must be integers, got dtype float",
+    ),
     (
         lambda: masks.KeyLengths(np.arange(3)).as_array(3, 3, batch=(2,)),
         ValueError,
         r"key lengths must have shape \(2,\) \(one per example\) or be a scalar, got \(3,\)",
     ),
-    (lambda: masks.QueryLengths(np.arange(3)).as_array(3, 3), ValueError, r"query lengths must have shape \(\)"),
-    (lambda: masks.Prefix([[1]]).as_array(3, 3, batch=(1,)), ValueError, r"prefix lengths must have shape \(1,\)"),
-    (lambda: masks.Segments(np.zeros(4, int)).as_array(3, 3), ValueError, r"of the queries must have shape.*got \(4,\)"),
+    (
+        lambda: masks.QueryLengths(np.arange(3)).as_array(3, 3),
+        ValueError,
+        r"query lengths must have shape \(\)",
+    ),
+    (
+        lambda: masks.Prefix([[1]]).as_array(3, 3, batch=(1,)),
+        ValueError,
+        r"prefix lengths must have shape \(1,\)",
+    ),
+    (
+        lambda: masks.Segments(np.zeros(4, int)).as_array(3, 3),
+        ValueError,
+        r"of the queries must have shape.*got \(4,\)",
+    ),
     (
         lambda: masks.Segments(np.zeros(3, int)).as_array(3, 5),
         ValueError,
         r"segment_ids of the keys must have shape \(5,\) or \(5,\), got \(3,\)",
     ),
-    (lambda: masks.Segments(np.zeros(3)).as_array(3, 3), ValueError, r"segment_ids of the queries must be integers"),
+    (
+        lambda: masks.Segments(np.zeros(3)).as_array(3, 3),
+        ValueError,
+        r"segment_ids of the queries must be integers",
+    ),
     (
         lambda: masks.Offset(masks.Causal(), "top_left").as_array(3, 3),
         ValueError,
         r"q_offset='top_left': must be .*'bottom_right'",
     ),
     (lambda: masks.Offset(masks.Causal(), 1.5).as_array(3, 3), ValueError, r"q_offset must be integers"),
-    (lambda: masks.Offset(masks.Causal(), np.arange(3)).as_array(3, 3, batch=(2,)), ValueError, r"q_offset must have"),
+    (
+        lambda: masks.Offset(masks.Causal(), np.arange(3)).as_array(3, 3, batch=(2,)),
+        ValueError,
+        r"q_offset must have",
+    ),
 ]
 
 

@@ -29,7 +29,11 @@ HIDDEN = {
         _hidden_by_length,
     ),
     "segments": ({"segment_ids": IDS}, IDS < 0, IDS < 0),
-    "dense": ({"mask": np.broadcast_to(~_hidden_by_length[:, None, None], (B, 1, T, T))}, _hidden_by_length, None),
+    "dense": (
+        {"mask": np.broadcast_to(~_hidden_by_length[:, None, None], (B, 1, T, T))},
+        _hidden_by_length,
+        None,
+    ),
     "causal": (
         {"is_causal": True, "q_offset": -10},
         np.broadcast_to(np.arange(T) > T - 11, (B, T)),
@@ -61,7 +65,14 @@ def _all_results(implementation, options):
         def op(operands):
             query, key, value, bias, sinks = operands
             return fast_layers.dot_product_attention(
-                query, key, value, bias, sinks=sinks, return_residual=True, implementation=implementation, **options
+                query,
+                key,
+                value,
+                bias,
+                sinks=sinks,
+                return_residual=True,
+                implementation=implementation,
+                **options,
             )
 
         results, pull = jax.vjp(op, operands)
@@ -151,7 +162,9 @@ def test_a_broken_document_leaves_the_gradients_of_the_others_alone(implementati
         _, grads = run(*broken)
         for which in range(3):
             np.testing.assert_array_equal(
-                grads[which][:, ids == 1], clean[which][:, ids == 1], err_msg=f"broken {name}, gradient {which}"
+                grads[which][:, ids == 1],
+                clean[which][:, ids == 1],
+                err_msg=f"broken {name}, gradient {which}",
             )
 
 
@@ -171,7 +184,12 @@ NO_KEYS = {
 @pytest.mark.parametrize("implementation", ["reference", *TESTED])
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"sinks": np.linspace(-1, 1, N).astype(np.float32)}, {"sinks": np.full(N, -np.inf, np.float32)}, {"softcap": 1.0}],
+    [
+        {},
+        {"sinks": np.linspace(-1, 1, N).astype(np.float32)},
+        {"sinks": np.full(N, -np.inf, np.float32)},
+        {"softcap": 1.0},
+    ],
     ids=["plain", "sinks", "sinks of -inf", "softcap"],
 )
 @pytest.mark.parametrize("options", NO_KEYS.values(), ids=NO_KEYS)
@@ -239,7 +257,9 @@ def test_large_scores_do_not_overflow(implementation):
     (out, lse), grads = _all_results(implementation, {"scale": 1e5})(query, key, value)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((out, lse, grads)))
     scores = jnp.einsum("btnh,bsnh->bnts", query, np.repeat(key, N // K, 2))
-    first = np.take_along_axis(np.repeat(value, N // K, 2).transpose(0, 2, 1, 3), np.asarray(scores.argmax(-1))[..., None], 2)
+    first = np.take_along_axis(
+        np.repeat(value, N // K, 2).transpose(0, 2, 1, 3), np.asarray(scores.argmax(-1))[..., None], 2
+    )
     np.testing.assert_allclose(out, first.transpose(0, 2, 1, 3), atol=1e-5)
 
 

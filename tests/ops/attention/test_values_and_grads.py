@@ -16,6 +16,7 @@ from fast_layers.ops.attention.config import XlaTiles
 
 from ops.attention import oracle
 from ops.attention.cases import TESTED, Case, build, cases, runner, yardsticks
+from ops.attention.tracing import equations
 
 
 def _check(case: Case, implementation: str, *, dtype=np.float32, wide=np.float64, optimise=True, draws=6):
@@ -190,11 +191,7 @@ def test_bias_that_broadcasts_along_one_of_two_batch_dims(implementation):
         return (out * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum()
 
     for shape in ((1, 3, 2, 7, 7), (2, 1, 1, 1, 7), (2, 7, 7), (7, 1), (7,), ()):
-        bias = rng.normal(size=shape).astype(np.float32)
-        if len(shape) < 2:
-            with pytest.raises(ValueError, match="bias"):
-                loss(bias)
-            continue
+        bias = np.asarray(rng.normal(size=shape), np.float32)
         d_bias = jax.grad(loss)(bias)
         full = np.broadcast_to(bias, (2, 3, 2, 7, 7))
         d_full = np.asarray(jax.grad(loss)(full))
@@ -256,9 +253,15 @@ def test_arguments_and_masks_are_combined_by_and(implementation):
         {"mask": array},
         {"mask": masks.Dense(array)},
         {"mask": array, **by_arguments},
-        {"mask": masks.Causal() & masks.Segments(ids), "key_value_seq_lengths": lengths, "local_window_size": (2, 5)},
+        {
+            "mask": masks.Causal() & masks.Segments(ids),
+            "key_value_seq_lengths": lengths,
+            "local_window_size": (2, 5),
+        },
     ]
-    first, *others = (fast_layers.dot_product_attention(*qkv, implementation=implementation, **f) for f in forms)
+    first, *others = (
+        fast_layers.dot_product_attention(*qkv, implementation=implementation, **f) for f in forms
+    )
     for other in others:
         np.testing.assert_allclose(other, first, rtol=1e-6, atol=1e-7)
 
@@ -288,16 +291,9 @@ def test_precision_reaches_every_matmul(implementation):
 
     for precision in (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH):
         jaxpr = jax.make_jaxpr(jax.grad(loss), static_argnums=1)(built.operands, precision)
-        found = [eqn.params["precision"] for eqn in _equations(jaxpr.jaxpr) if eqn.primitive.name == "dot_general"]
+        found = [eqn.params["precision"] for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
         assert len(found) >= 5
         assert all(p == (precision, precision) for p in found), found
-
-
-def _equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for sub in jax.core.jaxprs_in_params(eqn.params):
-            yield from _equations(sub)
 
 
 @pytest.mark.parametrize("implementation", ["reference", *TESTED])
@@ -324,7 +320,9 @@ def test_strict_dtype_promotion(implementation):
 class TestAttentionWeights:
     """`attention_weights`: what Flax sows."""
 
-    case = dataclasses.replace(Case(q_len=9, kv_len=7, is_causal=True, lengths=(True, True)), dropout_rate=0.5)
+    case = dataclasses.replace(
+        Case(q_len=9, kv_len=7, is_causal=True, lengths=(True, True)), dropout_rate=0.5
+    )
 
     def test_rows_sum_to_one_or_zero_and_dropout_is_not_in_them(self):
         built = build(self.case)

@@ -1,0 +1,207 @@
+"""Each mistake a caller can make: one readable error that says what came and what is wanted."""
+
+from __future__ import annotations
+
+import fast_layers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast_layers import masks
+
+B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
+
+
+def _zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+GOOD = {"query": _zeros(B, T, N, H), "key": _zeros(B, S, K, H), "value": _zeros(B, S, K, 3)}
+
+# name: (arguments to replace or add, pieces of the message in order)
+BAD = {
+    "integer query": (
+        {"query": _zeros(B, T, N, H, dtype=np.int32)},
+        ["query has dtype int32", "floating", "astype"],
+    ),
+    "boolean value": ({"value": _zeros(B, S, K, 3, dtype=bool)}, ["value has dtype bool", "floating point"]),
+    "complex key": (
+        {"key": _zeros(B, S, K, H, dtype=np.complex64)},
+        ["key has dtype complex64", "floating point"],
+    ),
+    "mixed dtypes": (
+        {"key": _zeros(B, S, K, H, dtype=np.float16)},
+        ["same dtype", "float32, float16 and float32"],
+    ),
+    "ranks": ({"query": _zeros(T, N, H)}, ["same rank", "query (5, 4, 8)", "key (2, 7, 2, 8)"]),
+    "too few dims": (
+        {"query": _zeros(T, H), "key": _zeros(S, H), "value": _zeros(S, H)},
+        ["[batch.., length, heads, depth]", "query (5, 8)"],
+    ),
+    "batch of key": ({"key": _zeros(3, S, K, H)}, ["batch dims must match", "key has (3,)", "query (2,)"]),
+    "batch of value": (
+        {"value": _zeros(1, S, K, 3)},
+        ["batch dims must match", "value has (1,)", "query (2,)"],
+    ),
+    "lengths of key and value": (
+        {"value": _zeros(B, 6, K, 3)},
+        ["key and value lengths must match", "7 and 6"],
+    ),
+    "heads of key and value": ({"value": _zeros(B, S, 4, 3)}, ["key and value heads must match", "2 and 4"]),
+    "depths": ({"key": _zeros(B, S, K, 9)}, ["query and key depths must match", "8 and 9"]),
+    "group": (
+        {"key": _zeros(B, S, 3, H), "value": _zeros(B, S, 3, 3)},
+        ["query heads must be a multiple of key heads", "4 and 3"],
+    ),
+    "more key heads": (
+        {"key": _zeros(B, S, 8, H), "value": _zeros(B, S, 8, 3)},
+        ["query heads must be a multiple of key heads", "4 and 8"],
+    ),
+    "no queries": ({"query": _zeros(B, 0, N, H)}, ["query length is 0", "at least 1"]),
+    "no keys": ({"key": _zeros(B, 0, K, H), "value": _zeros(B, 0, K, 3)}, ["key length is 0", "at least 1"]),
+    "no heads": ({"query": _zeros(B, T, 0, H)}, ["query heads is 0", "at least 1"]),
+    "no key heads": (
+        {"key": _zeros(B, S, 0, H), "value": _zeros(B, S, 0, 3)},
+        ["key heads is 0", "at least 1"],
+    ),
+    "no depth": ({"query": _zeros(B, T, N, 0), "key": _zeros(B, S, K, 0)}, ["query and key depth is 0"]),
+    "no value depth": ({"value": _zeros(B, S, K, 0)}, ["value depth is 0", "at least 1"]),
+    "integer bias": (
+        {"bias": _zeros(B, N, T, S, dtype=np.int32)},
+        ["bias has dtype int32", "floating point"],
+    ),
+    "bias keys": ({"bias": _zeros(B, N, T, 6)}, ["bias has shape (2, 4, 5, 6)", "[2, num_heads, 5, 7]"]),
+    "bias queries": ({"bias": _zeros(B, N, 4, S)}, ["bias has shape (2, 4, 4, 7)", "[2, num_heads, 5, 7]"]),
+    "bias batch": ({"bias": _zeros(3, N, T, S)}, ["bias has shape (3, 4, 5, 7)", "[2, num_heads, 5, 7]"]),
+    "bias heads": ({"bias": _zeros(B, 2, T, S)}, ["bias must have 1 or num_heads = 4", "got 2"]),
+    "bias rank": (
+        {"bias": _zeros(1, B, N, T, S)},
+        ["bias has shape (1, 2, 4, 5, 7)", "[2, num_heads, 5, 7]"],
+    ),
+    "bias of low rank": ({"bias": _zeros(4, 7)}, ["bias has shape (4, 7)", "[2, num_heads, 5, 7]"]),
+    "bias of one dim": ({"bias": _zeros(4)}, ["bias has shape (4,)", "[2, num_heads, 5, 7]"]),
+    "integer mask": (
+        {"mask": _zeros(B, N, T, S, dtype=np.int32)},
+        ["mask has dtype int32", "bool", "astype(bool)"],
+    ),
+    "float mask": ({"mask": _zeros(B, N, T, S)}, ["mask has dtype float32", "bool", "bias="]),
+    "mask shape": (
+        {"mask": _zeros(B, N, S, T, dtype=bool)},
+        ["mask has shape (2, 4, 7, 5)", "[2, num_heads, 5, 7]"],
+    ),
+    "mask heads": ({"mask": _zeros(B, 3, T, S, dtype=bool)}, ["mask must have 1 or num_heads = 4", "got 3"]),
+    "mask of an example": (
+        {"mask": masks.Segments(_zeros(B, 6, dtype=int))},
+        ["of the queries", "(2, 5)", "(2, 6)"],
+    ),
+    "sinks shape": ({"sinks": _zeros(3)}, ["sinks must have shape (num_heads,) = (4,)", "got (3,)"]),
+    "sinks of key heads": ({"sinks": _zeros(K)}, ["sinks must have shape (num_heads,) = (4,)", "got (2,)"]),
+    "integer sinks": ({"sinks": _zeros(N, dtype=np.int32)}, ["sinks has dtype int32", "floating point"]),
+    "query lengths shape": (
+        {"query_seq_lengths": np.array([1])},
+        ["query lengths must have shape (2,)", "got (1,)"],
+    ),
+    "key lengths shape": (
+        {"key_value_seq_lengths": np.zeros((2, 1), int)},
+        ["key lengths must have", "got (2, 1)"],
+    ),
+    "key lengths dtype": ({"key_value_seq_lengths": _zeros(B)}, ["key lengths must be integers", "float32"]),
+    "window": ({"local_window_size": "3"}, ["local_window_size='3'", "an int or a pair"]),
+    "window of three": (
+        {"local_window_size": (1, 2, 3)},
+        ["local_window_size=(1, 2, 3)", "an int or a pair"],
+    ),
+    "window of floats": ({"local_window_size": (1.0, 2)}, ["left=1.0", "must be an int >= 0"]),
+    "negative window": ({"local_window_size": (0, -2)}, ["right=-2", "must be an int >= 0"]),
+    "negative int window": ({"local_window_size": -1}, ["-1", "must be an int >= 0"]),
+    "segments of queries for keys": (
+        {"segment_ids": np.zeros((B, T), int)},
+        ["of the keys", "(2, 7)", "got (2, 5)"],
+    ),
+    "segments of three": ({"segment_ids": (np.zeros(T, int),) * 3}, ["a pair (queries, keys)", "got 3"]),
+    "segments of floats": ({"segment_ids": (_zeros(B, T), _zeros(B, S))}, ["must be integers", "float32"]),
+    "offset": ({"q_offset": "bottom_left", "is_causal": True}, ["q_offset='bottom_left'", "'bottom_right'"]),
+    "offset without a mask": ({"q_offset": "bottom_left"}, ["q_offset='bottom_left'", "'bottom_right'"]),
+    "offset dtype": ({"q_offset": 0.5, "is_causal": True}, ["q_offset must be integers", "float"]),
+    "offset dtype without a mask": ({"q_offset": 0.5}, ["q_offset must be integers", "float"]),
+    "offset shape": (
+        {"q_offset": np.zeros(3, int), "is_causal": True},
+        ["q_offset must have shape (2,)", "(3,)"],
+    ),
+    "softcap zero": ({"softcap": 0.0}, ["softcap=0.0", "finite number > 0", "None for no cap"]),
+    "softcap negative": ({"softcap": -1}, ["softcap=-1", "finite number > 0"]),
+    "softcap infinite": ({"softcap": float("inf")}, ["softcap=inf", "finite number > 0"]),
+    "softcap nan": ({"softcap": float("nan")}, ["softcap=nan", "finite number > 0"]),
+    "scale": ({"scale": "big"}, ["scale", "'big'", "number"]),
+    "scale of an array": ({"scale": np.ones(3)}, ["scale must be a number"]),
+    "dropout rate of one": ({"dropout_rate": 1.0}, ["dropout_rate=1.0", "[0, 1)"]),
+    "negative dropout rate": ({"dropout_rate": -0.1}, ["dropout_rate=-0.1", "[0, 1)"]),
+    "dropout rate of NaN": ({"dropout_rate": float("nan")}, ["dropout_rate=nan", "[0, 1)"]),
+    "dropout without a key": (
+        {"dropout_rate": 0.5},
+        ["dropout_rng is required", "rate=0.5", "jax.random.key(0)"],
+    ),
+    "backend": ({"implementation": "cudnn"}, ["implementation 'cudnn' is unknown", "xla, reference"]),
+}
+
+
+@pytest.mark.parametrize(("bad", "pieces"), BAD.values(), ids=BAD)
+def test_mistake(bad, pieces):
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        fast_layers.dot_product_attention(**{**GOOD, **bad})
+    message = str(caught.value)
+    position = 0
+    for piece in pieces:
+        assert piece in message[position:], f"{piece!r} missing, or out of order, in {message!r}"
+        position = message.index(piece, position)
+    assert "\n" not in message
+
+
+def test_traced_numbers():
+    with pytest.raises(
+        ValueError, match=r"scale must be a number known when tracing, .* scale query instead"
+    ):
+        jax.jit(lambda scale: fast_layers.dot_product_attention(**GOOD, scale=scale))(0.5)
+    with pytest.raises(ValueError, match=r"dropout_rate=.*must be a number in \[0, 1\)"):
+        jax.jit(
+            lambda rate: fast_layers.dot_product_attention(
+                **GOOD, dropout_rate=rate, dropout_rng=jax.random.key(0)
+            )
+        )(0.5)
+    with pytest.raises(ValueError, match="softcap=.*must be a finite number > 0"):
+        jax.jit(lambda cap: fast_layers.dot_product_attention(**GOOD, softcap=cap))(0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": np.float32(0.5)},
+        {"softcap": np.float32(2)},
+        {"dropout_rate": np.float32(0.5), "dropout_rng": jax.random.key(0)},
+        {"local_window_size": np.int64(3)},
+        {"local_window_size": (np.int32(3), None)},
+        {"is_causal": True, "q_offset": np.int64(3)},
+    ],
+    ids=str,
+)
+def test_numpy_numbers_are_numbers(options):
+    """What configs hold: numpy scalars of any precision are as good as Python's."""
+    fast_layers.dot_product_attention(**GOOD, **options)
+
+
+def test_weights_take_no_implementation():
+    with pytest.raises(TypeError, match="implementation"):
+        fast_layers.attention_weights(**GOOD, implementation="xla")
+
+
+def test_unknown_argument():
+    with pytest.raises(TypeError, match="is_casual"):
+        fast_layers.dot_product_attention(**GOOD, is_casual=True)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_good_arguments_pass(dtype):
+    """The table starts from a call that works."""
+    out = fast_layers.dot_product_attention(**{name: x.astype(dtype) for name, x in GOOD.items()})
+    assert out.shape == (B, T, N, 3)
+    assert out.dtype == dtype

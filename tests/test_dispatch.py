@@ -1,0 +1,428 @@
+"""The choice of backend: per pass, per device, with reasons; steered by name, context and environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import fast_layers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fast_layers import dispatch
+from fast_layers.dispatch import Backend
+from fast_layers.ops.attention import api, reference, xla
+from flax import nnx
+
+X = np.random.default_rng(0).normal(size=(2, 8, 2, 4)).astype(np.float32)
+REASON = "head_dim=4 is no multiple of 16; pad it"
+
+
+def _fake(name, supports=lambda problem, arch, pass_: None, **options):
+    """A backend that computes what the reference does and writes down that it was asked."""
+    calls = []
+
+    def fwd(problem, inputs, aux):
+        calls.append("forward")
+        return reference.forward(problem, inputs, aux)
+
+    def bwd(problem, residuals, d_out, d_lse):
+        calls.append("backward")
+        return reference.backward(problem, residuals, d_out, d_lse)
+
+    return Backend(name, supports, fwd, bwd, **options), calls
+
+
+def _only(pass_):
+    return lambda problem, arch, asked: None if asked == pass_ else f"this kernel is for the {pass_} pass"
+
+
+@pytest.fixture
+def backends(monkeypatch):
+    """Put backends before the package's own."""
+
+    def put(*new):
+        monkeypatch.setattr(api, "BACKENDS", (*new, *api.BACKENDS))
+
+    return put
+
+
+def _loss(x, **options):
+    return jnp.sin(fast_layers.dot_product_attention(x, x, x, is_causal=True, **options)).sum()
+
+
+class TestChoice:
+    def test_first_without_an_objection(self, backends):
+        refusing, refused_calls = _fake("refusing", lambda *_: REASON)
+        taking, calls = _fake("taking")
+        backends(refusing, taking)
+        _loss(X)
+        assert (refused_calls, calls) == ([], ["forward"])
+
+    def test_forward_of_one_meets_backward_of_another(self, backends):
+        first, first_calls = _fake("first", _only("forward"))
+        second, second_calls = _fake("second", _only("backward"))
+        backends(first, second)
+        grad = jax.grad(_loss)(X)
+        assert (first_calls, second_calls) == (["forward"], ["backward"])
+        np.testing.assert_allclose(grad, jax.grad(_loss)(X, implementation="reference"), rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("pass_", ["forward", "backward"])
+    def test_one_pass_falls_back_to_xla(self, backends, pass_):
+        fake, calls = _fake("fake", _only(pass_))
+        backends(fake)
+        grad = jax.grad(_loss)(X)
+        assert calls == [pass_]
+        np.testing.assert_allclose(grad, jax.grad(_loss)(X, implementation="reference"), rtol=1e-5, atol=1e-6)
+
+    def test_a_value_without_gradient_asks_no_backward(self, backends):
+        fake, calls = _fake("fake", _only("forward"))
+        backends(fake)
+        _loss(X, implementation="fake")
+        assert calls == ["forward"]
+
+    def test_named_backend_that_refuses_says_why_and_what_to_do(self, backends):
+        backends(_fake("fake", lambda *_: REASON)[0])
+        message = r'no backend takes the forward pass on .*fake: head_dim=4 .*pad it.*implementation="xla"'
+        with pytest.raises(ValueError, match=message):
+            _loss(X, implementation="fake")
+
+    def test_named_backend_that_refuses_the_backward_raises_at_the_gradient(self, backends):
+        backends(_fake("fake", _only("forward"))[0])
+        _loss(X, implementation="fake")
+        with pytest.raises(
+            ValueError, match=r"no backend takes the backward pass .*fake: this kernel is for"
+        ):
+            jax.grad(_loss)(X, implementation="fake")
+
+    def test_unknown_name_lists_the_known(self):
+        with pytest.raises(ValueError, match=r"implementation 'flash' is unknown; .* are xla, reference"):
+            _loss(X, implementation="flash")
+
+    def test_reference_is_taken_only_by_name(self):
+        with (
+            fast_layers.use_backends(forbid="xla"),
+            pytest.raises(ValueError, match=r"xla: forbidden.*reference: taken"),
+        ):
+            _loss(X)
+        with fast_layers.use_backends(forbid="xla"):
+            _loss(X, implementation="reference")
+
+    def test_supports_gets_the_problem(self, backends):
+        seen = []
+        backends(_fake("fake", lambda problem, arch, pass_: seen.append((problem, arch, pass_)) or REASON)[0])
+        _loss(X)
+        problem, arch, pass_ = seen[0]
+        assert (problem.batch, problem.q_len, problem.heads, problem.qk_dim) == (2, 8, 2, 4)
+        assert problem.mask.band.high == 0
+        assert arch.platform == jax.default_backend()
+        assert {p for *_, p in seen} == {"forward", "backward"}
+        assert pass_ == "forward"
+
+
+class TestUseBackends:
+    def test_force(self, backends):
+        fake, calls = _fake("fake", automatic=False)
+        backends(fake)
+        _loss(X)
+        assert calls == []
+        with fast_layers.use_backends("fake"):
+            _loss(X)
+            assert calls == ["forward"]
+            _loss(X, implementation="xla")
+        _loss(X)
+        assert calls == ["forward"]
+
+    def test_force_of_an_unknown_name(self):
+        with (
+            fast_layers.use_backends("nonsense"),
+            pytest.raises(ValueError, match="forced backend 'nonsense' is unknown"),
+        ):
+            _loss(X)
+
+    def test_forbid_adds_up_when_nested(self, backends):
+        (a, a_calls), (b, b_calls) = _fake("a"), _fake("b")
+        backends(a, b)
+        with fast_layers.use_backends(forbid="a"):
+            _loss(X)
+            assert (a_calls, b_calls) == ([], ["forward"])
+            with fast_layers.use_backends(forbid=["b"]):
+                _loss(X)
+                assert (a_calls, b_calls) == ([], ["forward"])
+            _loss(X)
+            assert (a_calls, b_calls) == ([], ["forward"] * 2)
+        _loss(X)
+        assert a_calls == ["forward"]
+
+    def test_forbidden_by_context_and_asked_by_name(self):
+        with (
+            fast_layers.use_backends(forbid="xla"),
+            pytest.raises(ValueError, match="xla: forbidden by use_backends"),
+        ):
+            _loss(X, implementation="xla")
+
+    def test_contexts_retrace_a_jitted_function(self, backends):
+        """Going in and out of a context; coming back takes the function compiled before."""
+        fake, calls = _fake("fake")
+        backends(fake)
+        loss = jax.jit(_loss)
+        loss(X)
+        loss(X)
+        assert calls == ["forward"]
+        with fast_layers.use_backends(forbid="fake"):
+            loss(X)
+        assert calls == ["forward"]
+        loss(X)
+        assert calls == ["forward"]
+        with fast_layers.use_backends("fake"):
+            loss(X)
+        assert calls == ["forward"] * 2
+
+    def test_strict_refuses_a_fallback_in_either_pass(self, backends, monkeypatch):
+        platform = jax.default_backend()
+        fallback = Backend(
+            "plain", xla.supports, xla.forward, xla.backward, fallback_on=frozenset({platform})
+        )
+        fake, _ = _fake("fake", _only("forward"))
+        monkeypatch.setattr(api, "BACKENDS", (fake, fallback))
+        _loss(X)
+        message = r"strict mode, and the backward pass on \w+ would fall back to plain\. fake: this kernel is for the"
+        with fast_layers.use_backends(strict=True):
+            with pytest.raises(ValueError, match=message):
+                _loss(X)
+            _loss(X, implementation="plain")
+            with fast_layers.use_backends(strict=False):
+                _loss(X)
+            with fast_layers.use_backends(forbid="x"), pytest.raises(ValueError, match="strict mode"):
+                _loss(X)
+
+    def test_strict_is_silent_where_xla_is_what_is_expected(self):
+        with fast_layers.use_backends(strict=True):
+            _loss(X)
+
+    def test_leaves_the_context_after_an_exception(self):
+        outer = dispatch._policy.value
+        with pytest.raises(ZeroDivisionError), fast_layers.use_backends("xla"):
+            1 / 0  # noqa: B018
+        assert dispatch._policy.value == outer
+
+
+_PROGRAM = """
+import numpy as np, fast_layers
+x = np.ones((1, 2, 1, 4), np.float32)
+try:
+    print(fast_layers.explain(fast_layers.dot_product_attention, x, x, x))
+except ValueError as error:
+    print("ValueError:", error)
+try:
+    fast_layers.dot_product_attention(x, x, x)
+    print("ran")
+except ValueError as error:
+    print("ValueError:", error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (
+            {"FAST_LAYERS_BACKEND": "reference"},
+            ["forward  on cpu: reference", "backward on cpu: reference", "ran"],
+        ),
+        (
+            {"FAST_LAYERS_FORBID": "xla , other"},
+            ["xla: forbidden by use_backends or FAST_LAYERS_FORBID", "ValueError"],
+        ),
+        ({"FAST_LAYERS_BACKEND": "nonsense"}, ["ValueError", "forced backend 'nonsense' is unknown"]),
+        ({"FAST_LAYERS_STRICT": "yes"}, ["FAST_LAYERS_STRICT='yes': must be 0 or 1"]),
+        (
+            {"FAST_LAYERS_STRICT": "1", "FAST_LAYERS_BACKEND": "", "FAST_LAYERS_FORBID": ""},
+            ["on cpu: xla", "ran"],
+        ),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_environment(environment, expected):
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    for text in expected:
+        assert text in done.stdout + done.stderr
+
+
+HEADER = "dot_product_attention: query [2, 8, 2, 4], key [2, 8, 2, 4], float32, mask band [.., 0]"
+GOLDEN = f"""{HEADER}
+  forward  on cpu: xla
+  backward on cpu: xla"""
+
+cpu_only = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the text names the device")
+
+
+class Attend(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.ones(4))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        x = self.drop(x * self.scale)
+        return fast_layers.dot_product_attention(x, x, x, is_causal=True)
+
+    def decode(self, x, twice=False):
+        x = self(x)
+        return self(x) if twice else x
+
+
+@cpu_only
+class TestExplain:
+    def test_functions_of_all_kinds(self):
+        shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
+        for fn in (_loss, jax.jit(_loss), lambda x: _loss(x), jax.grad(_loss), jax.jit(jax.grad(_loss))):
+            for x in (X, jnp.asarray(X), shape):
+                assert str(fast_layers.explain(fn, x)) == GOLDEN
+
+    def test_op_itself_with_options(self):
+        explained = fast_layers.explain(fast_layers.dot_product_attention, X, X, X, is_causal=True)
+        assert str(explained) == repr(explained) == GOLDEN
+        assert [plan.op for plan in explained.plans] == ["dot_product_attention"]
+
+    def test_a_jitted_function_that_ran_before(self):
+        """Its compiled form is not enough: explaining must trace anew."""
+        loss = jax.jit(_loss)
+        loss(X)
+        assert str(fast_layers.explain(loss, X)) == GOLDEN
+        assert str(fast_layers.explain(loss, X)) == GOLDEN
+        inner = jax.jit(_loss)
+        inner(X)
+        assert str(fast_layers.explain(lambda x: inner(x) * 2, X)) == GOLDEN
+
+    def test_module_and_method_leave_its_state_alone(self):
+        module = Attend(nnx.Rngs(0))
+        before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.RngKey))))
+        assert str(fast_layers.explain(module, X)) == GOLDEN
+        assert str(fast_layers.explain(module.decode, X)) == GOLDEN
+        assert str(fast_layers.explain(module.decode, X, twice=True)) == GOLDEN.replace(
+            HEADER, HEADER + "  (2 calls)"
+        )
+        after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.RngKey))))
+        jax.tree.map(np.testing.assert_array_equal, before, after)
+
+    def test_nnx_jit_and_grad(self):
+        module = Attend(nnx.Rngs(0))
+        step = nnx.jit(nnx.grad(lambda module, x: module(x).sum()))
+        assert str(fast_layers.explain(step, module, X)) == GOLDEN
+
+    def test_refusals_with_reasons(self, backends):
+        backends(_fake("fast", lambda *_: REASON)[0], _fake("forward_only", _only("forward"))[0])
+        assert str(fast_layers.explain(_loss, X)) == (
+            f"{HEADER}\n"
+            "  forward  on cpu: forward_only\n"
+            f"           not fast: {REASON}\n"
+            "  backward on cpu: xla\n"
+            f"           not fast: {REASON}\n"
+            "           not forward_only: this kernel is for the forward pass"
+        )
+
+    def test_other_devices(self, backends):
+        on_cuda = lambda problem, arch, pass_: (
+            None if arch.platform == "cuda" else f"runs on cuda, not on {arch}"
+        )
+        backends(_fake("hopper", on_cuda)[0])
+        assert str(fast_layers.explain(_loss, X)) == (
+            f"{HEADER}\n"
+            "  forward  on cpu: xla\n"
+            "           not hopper: runs on cuda, not on cpu\n"
+            "           lowered for cuda instead: hopper\n"
+            "  backward on cpu: xla\n"
+            "           not hopper: runs on cuda, not on cpu\n"
+            "           lowered for cuda instead: hopper"
+        )
+
+    def test_a_named_backend_that_refuses_is_explained_not_raised(self, backends):
+        backends(_fake("fast", lambda *_: REASON)[0])
+        text = str(fast_layers.explain(lambda x: _loss(x, implementation="fast"), X))
+        assert f"forward  on cpu: no backend\n           not fast: {REASON}" in text
+
+    def test_strict_mode_does_not_stop_an_explanation(self, backends):
+        with fast_layers.use_backends(strict=True):
+            assert str(fast_layers.explain(_loss, X)) == GOLDEN
+
+    def test_everything_is_in_the_problem_line(self):
+        def call(x):
+            return fast_layers.dot_product_attention(
+                x,
+                x[:, :, :1],
+                x[:, :, :1, :3],
+                jnp.zeros((2, 1, 8)),
+                np.ones((8, 8), bool),
+                segment_ids=np.zeros(8, int),
+                local_window_size=(3, None),
+                softcap=2.0,
+                sinks=jnp.zeros(2),
+                dropout_rate=0.1,
+                dropout_rng=jax.random.key(0),
+            )
+
+        assert str(fast_layers.explain(call, X)).splitlines()[0] == (
+            "dot_product_attention: query [2, 8, 2, 4], key [2, 8, 1, 4], value depth 3, float32, "
+            "mask band [-3, ..] & segments & dense [1, 1, 8, 8], bias [1, 2, 1, 8], softcap 2, sinks, dropout 0.1"
+        )
+
+    def test_nothing_to_explain(self):
+        assert str(fast_layers.explain(jnp.sin, X)) == "No fast_layers op was called."
+
+
+class TestLowering:
+    """The backend is that of the device lowered for, not of the device at hand."""
+
+    @staticmethod
+    def _marked(platform):
+        """Supports one platform; its marker in the lowered text is a cosine forward and an arc tangent backward."""
+
+        def supports(problem, arch, pass_):
+            return None if arch.platform == platform else f"runs on {platform}, not on {arch}"
+
+        def fwd(problem, inputs, aux):
+            out, lse = reference.forward(problem, inputs, aux)
+            return jnp.cos(out), lse
+
+        def bwd(problem, residuals, d_out, d_lse):
+            return jax.tree.map(lambda x: jnp.arctan2(x, x), residuals.inputs)
+
+        return Backend("marked", supports, fwd, bwd)
+
+    @pytest.mark.parametrize(
+        ("fn", "x"),
+        [(_loss, X), (jax.grad(_loss), X), (jax.vmap(_loss), np.stack([X, X]))],
+        ids=["value", "grad", "vmap"],
+    )
+    def test_marker_only_where_it_belongs(self, backends, fn, x):
+        backends(self._marked("cuda"))
+        traced = jax.jit(fn).trace(x)
+        cuda = traced.lower(lowering_platforms=("cuda",)).as_text()
+        cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
+        assert "stablehlo.cosine" in cuda
+        # The gradient of the loss' own sine is a cosine, but of nothing else.
+        assert cuda.count("stablehlo.cosine") == cpu.count("stablehlo.cosine") + 1
+
+    def test_both_at_once_and_export(self, backends):
+        backends(self._marked("cuda"))
+        text = jax.jit(_loss).trace(X).lower(lowering_platforms=("cpu", "cuda")).as_text()
+        assert "stablehlo.cosine" in text
+        exported = jax.export.export(jax.jit(_loss), platforms=("cpu", "cuda"))(X)
+        assert "stablehlo.cosine" in exported.mlir_module()
+        np.testing.assert_allclose(exported.call(X), _loss(X, implementation="reference"), rtol=1e-5)
+
+    def test_runs_here_with_the_backend_for_here(self, backends):
+        backends(self._marked("cuda" if jax.default_backend() == "cpu" else "cpu"))
+        np.testing.assert_allclose(_loss(X), _loss(X, implementation="reference"), rtol=1e-5)
+        grads = jax.grad(_loss)(X), jax.grad(_loss)(X, implementation="reference")
+        np.testing.assert_allclose(*grads, rtol=1e-4, atol=1e-5)
