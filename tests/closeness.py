@@ -40,9 +40,7 @@ def assert_close(result: Any, oracle: Any, *yardsticks: Any, name: str = "result
     assert yardsticks, "no yardstick given"
     result, oracle, *yardsticks = (np.asarray(x) for x in (result, oracle, *yardsticks))
     for what, array in (("result", result), *(("yardstick", x) for x in yardsticks)):
-        assert array.shape == oracle.shape, (
-            f"{name}: {what} has shape {array.shape}, the oracle {oracle.shape}"
-        )
+        assert array.shape == oracle.shape, f"{name}: {what} has shape {array.shape}, the oracle {oracle.shape}"
         assert array.dtype == result.dtype, f"{name}: dtype {result.dtype}, the yardstick has {array.dtype}"
     dtype = result.dtype
     assert jnp.finfo(oracle.dtype).eps < jnp.finfo(dtype).eps, (

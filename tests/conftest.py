@@ -10,7 +10,7 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     # The sharding tests need several devices; the others see only the first one.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
 
-import hypothesis
+import hypothesis  # noqa: E402
 
 _COMMON = {
     "deadline": None,  # nearly all of an example's time is compilation

@@ -6,15 +6,16 @@ import os
 import subprocess
 import sys
 
-import fast_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+
+import fast_layers
 from fast_layers import dispatch
 from fast_layers.dispatch import Backend
 from fast_layers.ops.attention import api, reference, xla
-from flax import nnx
 
 X = np.random.default_rng(0).normal(size=(2, 8, 2, 4)).astype(np.float32)
 REASON = "head_dim=4 is no multiple of 16; pad it"
@@ -92,9 +93,7 @@ class TestChoice:
     def test_named_backend_that_refuses_the_backward_raises_at_the_gradient(self, backends):
         backends(_fake("fake", _only("forward"))[0])
         _loss(X, implementation="fake")
-        with pytest.raises(
-            ValueError, match=r"no backend takes the backward pass .*fake: this kernel is for"
-        ):
+        with pytest.raises(ValueError, match=r"no backend takes the backward pass .*fake: this kernel is for"):
             jax.grad(_loss)(X, implementation="fake")
 
     def test_unknown_name_lists_the_known(self):
@@ -182,9 +181,7 @@ class TestUseBackends:
 
     def test_strict_refuses_a_fallback_in_either_pass(self, backends, monkeypatch):
         platform = jax.default_backend()
-        fallback = Backend(
-            "plain", xla.supports, xla.forward, xla.backward, fallback_on=frozenset({platform})
-        )
+        fallback = Backend("plain", xla.supports, xla.forward, xla.backward, fallback_on=frozenset({platform}))
         fake, _ = _fake("fake", _only("forward"))
         monkeypatch.setattr(api, "BACKENDS", (fake, fallback))
         _loss(X)
@@ -309,9 +306,7 @@ class TestExplain:
         before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.RngKey))))
         assert str(fast_layers.explain(module, X)) == GOLDEN
         assert str(fast_layers.explain(module.decode, X)) == GOLDEN
-        assert str(fast_layers.explain(module.decode, X, twice=True)) == GOLDEN.replace(
-            HEADER, HEADER + "  (2 calls)"
-        )
+        assert str(fast_layers.explain(module.decode, X, twice=True)) == GOLDEN.replace(HEADER, HEADER + "  (2 calls)")
         after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.RngKey))))
         jax.tree.map(np.testing.assert_array_equal, before, after)
 
@@ -332,9 +327,9 @@ class TestExplain:
         )
 
     def test_other_devices(self, backends):
-        on_cuda = lambda problem, arch, pass_: (
-            None if arch.platform == "cuda" else f"runs on cuda, not on {arch}"
-        )
+        def on_cuda(problem, arch, pass_):
+            return None if arch.platform == "cuda" else f"runs on cuda, not on {arch}"
+
         backends(_fake("hopper", on_cuda)[0])
         assert str(fast_layers.explain(_loss, X)) == (
             f"{HEADER}\n"

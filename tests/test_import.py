@@ -62,8 +62,7 @@ def test_all_is_complete():
     public = {
         name
         for name, value in vars(fast_layers).items()
-        if not name.startswith("_")
-        and not (isinstance(value, types.ModuleType) and name not in fast_layers.__all__)
+        if not name.startswith("_") and not (isinstance(value, types.ModuleType) and name not in fast_layers.__all__)
     }
     assert public == set(fast_layers.__all__)
     assert fast_layers.__all__ == sorted(fast_layers.__all__)
@@ -78,6 +77,4 @@ def test_public_objects_are_documented():
     for name, value in vars(fast_layers.masks).items():
         if isinstance(value, type):
             assert value.__doc__, name
-            assert not value.__doc__.startswith(f"{name}("), (
-                f"{name} has the docstring that dataclass makes up"
-            )
+            assert not value.__doc__.startswith(f"{name}("), f"{name} has the docstring that dataclass makes up"

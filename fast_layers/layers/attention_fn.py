@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import dot_product_attention as flax_dot_product_attention
@@ -140,13 +139,11 @@ def attend(
             "precision": precision,
         }
         operands = (query, key, value, bias, combined)
-        # A user's ban on implicit rank promotion is about the user's own arrays.
-        with jax.numpy_rank_promotion("allow"):
-            if sow is None:
-                out = dot_product_attention(*operands, implementation=options.implementation, **shared)
-            else:
-                out, weights = attention_weights(*operands, **shared)
-                sow(weights)
+        if sow is None:
+            out = dot_product_attention(*operands, implementation=options.implementation, **shared)
+        else:
+            out, weights = attention_weights(*operands, **shared)
+            sow(weights)
     # A jitted step cannot raise when the cache is full, and must not look like an answer.
     return out if in_cache is None else jnp.where(in_cache, out, jnp.nan)
 
@@ -293,7 +290,7 @@ def _positions(
 
 
 def _as_mask(mask: MaskLike) -> masks.Mask:
-    return mask if isinstance(mask, masks.Mask) else masks.Dense(jnp.asarray(mask).astype(bool))  # pyright: ignore[reportCallIssue]
+    return mask if isinstance(mask, masks.Mask) else masks.Dense(jnp.asarray(mask).astype(bool))
 
 
 def _window_mask(window: Window | None) -> masks.LocalWindow | None:
@@ -302,7 +299,7 @@ def _window_mask(window: Window | None) -> masks.LocalWindow | None:
     pair = (window, window) if isinstance(window, int) else window
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise ValueError(f"window={window!r}: must be an int or a pair (left, right)")
-    return masks.LocalWindow(*pair)  # pyright: ignore[reportCallIssue]
+    return masks.LocalWindow(*pair)
 
 
 def _combine(mask: MaskLike | None, is_causal: bool, window: Window | None, q_offset) -> masks.Mask | None:

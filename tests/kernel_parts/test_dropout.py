@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from fast_layers.kernel_parts import dropout
 
 # Published test vectors of philox4x32 with 7 rounds: counter, key, result.
@@ -56,10 +57,7 @@ def test_documented_formula(rate):
     words = [int(w) for w in seed.words]
     got = np.asarray(dropout.keep_tile(seed, 1000, 96, 4, 64, rate))
     want = [
-        [
-            [[_keep(words, b, h, q, k, rate) for k in range(96, 160)] for q in range(1000, 1004)]
-            for h in range(3)
-        ]
+        [[[_keep(words, b, h, q, k, rate) for k in range(96, 160)] for q in range(1000, 1004)] for h in range(3)]
         for b in range(2)
     ]
     np.testing.assert_array_equal(got, want)
@@ -148,9 +146,7 @@ def test_neighbours_are_uncorrelated(shift):
 def test_keys_and_splits_are_uncorrelated():
     rng = jax.random.key(3)
     keys = [jax.random.key(4), rng, *jax.random.split(rng), jax.random.fold_in(rng, 7)]
-    masks = [
-        dropout.keep_tile(dropout.make_seed(k, 2, 2, broadcast=False), 0, 0, 128, 256, 0.5) for k in keys
-    ]
+    masks = [dropout.keep_tile(dropout.make_seed(k, 2, 2, broadcast=False), 0, 0, 128, 256, 0.5) for k in keys]
     for i, a in enumerate(masks):
         for b in masks[:i]:
             assert abs(_correlation(a, b)) < 4

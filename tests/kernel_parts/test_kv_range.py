@@ -6,8 +6,9 @@ import hypothesis
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast_layers.kernel_parts.kv_range import KvRange
 from hypothesis import strategies as st
+
+from fast_layers.kernel_parts.kv_range import KvRange
 
 
 def _visible(start, stop, kv_len):
@@ -119,8 +120,6 @@ def test_packed_documents_visit_their_own_tiles():
 
 
 def test_over_batch_is_the_hull_of_the_examples():
-    hull = KvRange(
-        jnp.array([[4, 9], [2, np.iinfo(np.int32).max]]), jnp.array([[8, 12], [6, 0]])
-    ).over_batch()
+    hull = KvRange(jnp.array([[4, 9], [2, np.iinfo(np.int32).max]]), jnp.array([[8, 12], [6, 0]])).over_batch()
     np.testing.assert_array_equal(hull.first_key, [[2, 9]])
     np.testing.assert_array_equal(hull.last_key, [[8, 12]])

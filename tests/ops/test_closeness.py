@@ -23,9 +23,7 @@ def test_takes_what_is_as_good_as_the_yardstick():
 
 @pytest.mark.parametrize("error", [3 * YARDSTICK_ERROR, -3 * YARDSTICK_ERROR])
 def test_rejects_three_times_the_yardsticks_error(error):
-    with pytest.raises(
-        AssertionError, match=r"grad of key: max error 0\.0003 exceeds 0\.0002.*worst at \(5,\)"
-    ):
+    with pytest.raises(AssertionError, match=r"grad of key: max error 0\.0003 exceeds 0\.0002.*worst at \(5,\)"):
         assert_close(_off_by(error), ORACLE, _off_by(YARDSTICK_ERROR), name="grad of key")
 
 

@@ -25,6 +25,17 @@ RESIDUAL_NAMES = ("fast_layers_attention_out", "fast_layers_attention_lse")
 """`checkpoint_name`s of what the forward saves, for `jax.checkpoint_policies.save_only_these_names`."""
 
 
+def _own_rank_promotion(fn):
+    """A user's ban on implicit rank promotion is about the user's own arrays."""
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        with jax.numpy_rank_promotion("allow"):
+            return fn(*args, **kwargs)
+
+    return call
+
+
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -137,7 +148,7 @@ def attention_weights(
     maps; Flax's `sow_weights` uses it.
     """
     inputs, aux, given, batch = _prepare(query, key, value, bias, mask, **options)
-    attended = reference.attend(given.problem(inputs, aux), inputs, aux)
+    attended = _own_rank_promotion(reference.attend)(given.problem(inputs, aux), inputs, aux)
     return tuple(x.reshape(*batch, *x.shape[1:]) for x in (attended.out, attended.weights))  # pyright: ignore
 
 
@@ -169,6 +180,7 @@ class _Options:
         )
 
 
+@_own_rank_promotion
 def _choose_and_run(options: _Options, implementation: str | None, inputs: Inputs, aux: Aux):
     plan = dispatch.plan(OP, BACKENDS, options.problem(inputs, aux), implementation)
     both = [plan.sole_backend(pass_) for pass_ in dispatch.PASSES]
@@ -189,6 +201,7 @@ def _attend_fwd(plan: dispatch.Plan, inputs: Inputs, aux: Aux):
     return (out, lse), Residuals(inputs, aux, out, lse)
 
 
+@_own_rank_promotion
 def _attend_bwd(plan: dispatch.Plan, residuals: Residuals, gradients):
     return plan.run("backward", residuals, *gradients), None
 
@@ -196,6 +209,7 @@ def _attend_bwd(plan: dispatch.Plan, residuals: Residuals, gradients):
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
+@_own_rank_promotion
 def _prepare(
     query,
     key,

@@ -33,11 +33,15 @@ def supports(problem: Problem, arch, pass_) -> str | None:
 
 
 class _Tiled(NamedTuple):
-    """Operands grouped by key/value head, with T and S padded to whole tiles. Parts of the mask may be None."""
+    """Operands with T and S padded to whole tiles. Parts of the mask may be None.
+
+    Keys and values are as given unless `kv_heads_first`; `_kv_tile` makes a tile of either ready for use.
+    """
 
     query: Float[Array, "B K G T H"]
-    key: Float[Array, "B K S H"]
-    value: Float[Array, "B K S V"]
+    key: Float[Array, "B S K H"] | Float[Array, "B K S H"]
+    value: Float[Array, "B S K V"] | Float[Array, "B K S V"]
+    kv_heads_first: bool
     bias: Float[Array, "B|1 K|1 G|1 T|1 S|1"] | None
     start: Int[Array, "B|1 T"] | None
     stop: Int[Array, "B|1 T"] | None
@@ -68,7 +72,9 @@ def backward(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array)
 # Jitted, so that a model of many equal layers traces and lowers the loops once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux):
-    tiled = _tile(p, tiles, inputs, aux)
+    # A single tile of queries, as in decoding, visits each tile of keys once, and not those past a cache's end.
+    one_q_tile = isinstance(p.q_len, int) and p.q_len <= tiles.q_tile
+    tiled = _tile(p, tiles, inputs, aux, kv_heads_first=not one_q_tile)
     loops = _loops(p, tiles, tiled, transposed=False)
     q_rows, rows = tiles.q_tile, (p.batch, p.kv_heads, p.group, tiles.q_tile)
     like = functools.partial(vary_over, axes=varying_axes(tiled.query))
@@ -78,7 +84,7 @@ def _forward(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux):
 
         def attend_kv_tile(j, state):
             row_max, row_sum, acc = state
-            key = _slice(tiled.key, j, tiles.kv_tile, 2)
+            key, value = _kv_tile(tiles, tiled, j)
             scores = _einsum(p, "bkgqh,bksh->bkgqs", query, key)
             scores, _ = _mask_scores(p, tiles, tiled, scores, i, j)
             new_max = jnp.maximum(row_max, scores.max(-1))
@@ -88,7 +94,6 @@ def _forward(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux):
             row_sum = row_sum * rescale + weights.sum(-1)
             if tiled.dropout is not None:
                 weights = jnp.where(_keep(p, tiles, tiled, i, j), weights, 0.0)
-            value = _slice(tiled.value, j, tiles.kv_tile, 2)
             acc = acc * rescale[..., None] + _einsum(p, "bkgqs,bksv->bkgqv", weights.astype(p.dtype), value)
             return new_max, row_sum, acc
 
@@ -130,10 +135,10 @@ def _add_sink(p: Problem, sinks, row_max, row_sum, acc):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(p: Problem, tiles: XlaTiles, residuals: Residuals, d_out: Array, d_lse: Array) -> Inputs:
     inputs, aux, out, lse = residuals
-    tiled = _tile(p, tiles, inputs, aux)
+    tiled = _tile(p, tiles, inputs, aux, kv_heads_first=False)
     loops = _loops(p, tiles, tiled, transposed=True)
     like = functools.partial(vary_over, axes=varying_axes(tiled.query))
-    clean_query, key_columns = finite_or_zero(tiled.query), finite_or_zero(tiled.key).swapaxes(2, 3)
+    clean_query = finite_or_zero(tiled.query)
 
     sees_some = (lse != -jnp.inf).swapaxes(1, 2)[..., None]
     d_out = jnp.where(sees_some, d_out, 0)
@@ -146,8 +151,8 @@ def _backward(p: Problem, tiles: XlaTiles, residuals: Residuals, d_out: Array, d
     )
 
     def grad_kv_tile(j, state):
-        key, value = (_slice(x, j, tiles.kv_tile, 2) for x in (tiled.key, tiled.value))
-        columns = _slice(key_columns, j, tiles.kv_tile, 3)
+        key, value = _kv_tile(tiles, tiled, j)
+        key_columns = finite_or_zero(key).swapaxes(2, 3)
 
         def grad_q_tile(i, state):
             d_query, d_bias, d_key, d_value = state
@@ -175,7 +180,7 @@ def _backward(p: Problem, tiles: XlaTiles, residuals: Residuals, d_out: Array, d
             d_scores = (d_scores * p.scale).astype(p.dtype)
             d_key += _einsum(p, "bksgq,bkgqh->bksh", d_scores, query)
             d_query_tile = _slice(d_query, i, tiles.q_tile, 4)
-            d_query_tile += _einsum(p, "bkhs,bksgq->bkhgq", columns, d_scores)
+            d_query_tile += _einsum(p, "bkhs,bksgq->bkhgq", key_columns, d_scores)
             return _update(d_query, d_query_tile, i, tiles.q_tile, 4), d_bias, d_key, d_value
 
         d_query, d_bias, d_keys, d_values = state
@@ -190,15 +195,15 @@ def _backward(p: Problem, tiles: XlaTiles, residuals: Residuals, d_out: Array, d
             _update(d_values, d_value.astype(p.dtype), j, tiles.kv_tile, 2),
         )
 
+    padded_q, padded_kv = loops.num_q_tiles * tiles.q_tile, loops.num_kv_tiles * tiles.kv_tile
     d_query, d_bias, d_key, d_value = lax.fori_loop(
         0,
         loops.num_kv_tiles,
         grad_kv_tile,
         (
-            like(jnp.zeros((p.batch, p.kv_heads, p.qk_dim, p.group, tiled.query.shape[3]), p.accumulator_dtype)),
+            like(jnp.zeros((p.batch, p.kv_heads, p.qk_dim, p.group, padded_q), p.accumulator_dtype)),
             None if tiled.bias is None else like(jnp.zeros(tiled.bias.shape, p.accumulator_dtype)),
-            like(jnp.zeros(tiled.key.shape, p.dtype)),
-            like(jnp.zeros(tiled.value.shape, p.dtype)),
+            *(like(jnp.zeros((p.batch, p.kv_heads, padded_kv, dim), p.dtype)) for dim in (p.qk_dim, p.v_dim)),
         ),
     )
     return Inputs(
@@ -268,17 +273,21 @@ def _keep(p: Problem, tiles: XlaTiles, tiled: _Tiled, i, j) -> Bool[Array, "B|1 
     return _group_heads(p, keep)
 
 
-def _tile(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux) -> _Tiled:
-    """Group, pad and make NaN-safe: a broken key or value poisons the scores of those who see it, and only them."""
-    key = inputs.key + poison(inputs.value)[..., None]
+def _tile(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux, *, kv_heads_first: bool) -> _Tiled:
+    """Group and pad. `kv_heads_first` pays if each tile of keys is visited often; it costs a pass over all of them."""
+    key, value = inputs.key, inputs.value
+    if kv_heads_first:
+        key, value = (x.swapaxes(1, 2) for x in _nan_safe(key, value))
     start, stop = aux.mask.intervals(p.q_len, p.kv_len)
     padded_kv = not isinstance(p.kv_len, int) or p.kv_len % tiles.kv_tile
     if stop is None and padded_kv:
         stop = jnp.full((1, p.q_len), p.kv_len, jnp.int32)
+    kv_axis = 2 if kv_heads_first else 1
     return _Tiled(
         query=_group_rows(p, inputs.query, tiles.q_tile),
-        key=_pad(key.swapaxes(1, 2), tiles.kv_tile, 2),
-        value=_pad(finite_or_zero(inputs.value).swapaxes(1, 2), tiles.kv_tile, 2),
+        key=_pad(key, tiles.kv_tile, kv_axis),
+        value=_pad(value, tiles.kv_tile, kv_axis),
+        kv_heads_first=kv_heads_first,
         bias=None if inputs.bias is None else _pad_logits(_group_heads(p, inputs.bias), tiles),
         start=None if start is None else _pad(start, tiles.q_tile, 1),
         stop=None if stop is None else _pad(stop, tiles.q_tile, 1),
@@ -287,6 +296,19 @@ def _tile(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux) -> _Tiled:
         dense=None if aux.mask.dense is None else _pad_logits(_group_heads(p, aux.mask.dense), tiles),
         dropout=aux.dropout,
     )
+
+
+def _nan_safe(key: Array, value: Array) -> tuple[Array, Array]:
+    """A broken key or value poisons the scores of those who see it, and only them: (poisoned key, clean value)."""
+    return key + poison(value)[..., None], finite_or_zero(value)
+
+
+def _kv_tile(tiles: XlaTiles, tiled: _Tiled, j) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:
+    """Poisoned keys and clean values of one tile."""
+    if tiled.kv_heads_first:
+        return _slice(tiled.key, j, tiles.kv_tile, 2), _slice(tiled.value, j, tiles.kv_tile, 2)
+    key, value = _nan_safe(_slice(tiled.key, j, tiles.kv_tile, 1), _slice(tiled.value, j, tiles.kv_tile, 1))
+    return key.swapaxes(1, 2), value.swapaxes(1, 2)
 
 
 def _loops(p: Problem, tiles: XlaTiles, tiled: _Tiled, *, transposed: bool) -> _Loops:

@@ -8,16 +8,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import fast_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import strategies as st
+
+import fast_layers
 from fast_layers import masks
 from fast_layers.arch import lowering_targets
 from fast_layers.dispatch import PASSES
 from fast_layers.ops.attention.backends import BACKENDS
-from hypothesis import strategies as st
-
 from ops.attention import oracle
 
 TESTED = [backend.name for backend in BACKENDS if backend.name != "reference"]
@@ -105,9 +105,7 @@ class Built:
             None if bias_shape is None else grads.bias[..., flip].reshape(bias_shape),
             grads.sinks,
         )
-        return oracle.Attended(
-            answer.out.reshape(self.d_out.shape), answer.lse.reshape(self.d_lse.shape), shaped
-        )
+        return oracle.Attended(answer.out.reshape(self.d_out.shape), answer.lse.reshape(self.d_lse.shape), shaped)
 
     @property
     def static_options(self) -> dict[str, Any]:
@@ -223,9 +221,7 @@ def build(case: Case, dtype: Any = np.float32, draw: int = 0) -> Built:
     if c.q_offset == "array":
         options["q_offset"] = facts["q_offset"] = rng.integers(-3, c.kv_len + 1, c.batch).astype(np.int32)
     elif c.q_offset == "bottom_right":
-        facts["q_offset"] = (kv_lengths if c.lengths[1] else c.kv_len) - (
-            q_lengths if c.lengths[0] else c.q_len
-        )
+        facts["q_offset"] = (kv_lengths if c.lengths[1] else c.kv_len) - (q_lengths if c.lengths[0] else c.q_len)
     else:
         facts["q_offset"] = c.q_offset
     if c.segments is not None:
@@ -252,9 +248,7 @@ def build(case: Case, dtype: Any = np.float32, draw: int = 0) -> Built:
     if c.dropout_rate:
         options["dropout_rng"] = jax.random.key(c.seed + draw)
         words = np.asarray(jax.random.bits(options["dropout_rng"], (2,), jnp.uint32))
-        keep = oracle.keep(
-            words, flat_batch, c.heads, c.q_len, c.kv_len, c.dropout_rate, broadcast=c.broadcast_dropout
-        )
+        keep = oracle.keep(words, flat_batch, c.heads, c.q_len, c.kv_len, c.dropout_rate, broadcast=c.broadcast_dropout)
     lse_dtype = np.float64 if np.dtype(dtype) == np.float64 else np.float32
     return Built(
         case,
@@ -274,9 +268,7 @@ def cases(draw, lengths: tuple[int, ...] = (1, 7, 33, 64, 129), scores: int = 1 
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (6, 3)]))
     cells = math.prod(batch) * heads
     q_len = draw(st.sampled_from(lengths))
-    kv_len = draw(
-        st.just(q_len) | st.sampled_from([n for n in lengths if n * q_len * cells <= scores] or [1])
-    )
+    kv_len = draw(st.just(q_len) | st.sampled_from([n for n in lengths if n * q_len * cells <= scores] or [1]))
     qk_dim = draw(st.sampled_from([1, 4, 8, 24]))
     side = st.none() | st.integers(0, kv_len)
     broadcast = st.tuples(*[st.booleans()] * 4)

@@ -166,9 +166,7 @@ def visible(
     return seen if dense is None else seen & dense
 
 
-def keep(
-    words, batch: int, heads: int, q_len: int, kv_len: int, rate: float, *, broadcast: bool
-) -> np.ndarray:
+def keep(words, batch: int, heads: int, q_len: int, kv_len: int, rate: float, *, broadcast: bool) -> np.ndarray:
     """[B, N, T, S]: which softmax weights survive, from the two words of the seed."""
     b, n, q, k = np.ogrid[: 1 if broadcast else batch, : 1 if broadcast else heads, :q_len, :kv_len]
     block, column = divmod(k, 32)

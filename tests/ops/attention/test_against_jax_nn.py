@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fast_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close_over_draws
 
+import fast_layers
 from ops.attention.cases import TESTED
 
 B, T, S, N, H = 2, 13, 17, 4, 8

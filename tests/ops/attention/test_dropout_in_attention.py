@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fast_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_bitwise_equal
-from fast_layers.ops.attention.config import XlaTiles
 
+import fast_layers
+from fast_layers.ops.attention.config import XlaTiles
 from ops.attention import oracle
 from ops.attention.cases import TESTED
 
@@ -124,9 +124,7 @@ def test_gradient_is_that_of_a_fixed_mask(implementation):
             return (out * jnp.arange(out.size).reshape(out.shape)).sum()
 
         directions = [jnp.asarray(draw.normal(size=x.shape)) for x in operands]
-        shifted = [
-            loss([x + sign * 1e-5 * d for x, d in zip(operands, directions, strict=True)]) for sign in (1, -1)
-        ]
+        shifted = [loss([x + sign * 1e-5 * d for x, d in zip(operands, directions, strict=True)]) for sign in (1, -1)]
         slope = sum((g * d).sum() for g, d in zip(jax.grad(loss)(operands), directions, strict=True))
         np.testing.assert_allclose(slope, (shifted[0] - shifted[1]) / 2e-5, rtol=1e-6)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import fast_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import fast_layers
 from fast_layers import masks
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
@@ -158,17 +159,13 @@ def test_mistake(bad, pieces):
 
 
 def test_traced_numbers():
-    with pytest.raises(
-        ValueError, match=r"scale must be a number known when tracing, .* scale query instead"
-    ):
+    with pytest.raises(ValueError, match=r"scale must be a number known when tracing, .* scale query instead"):
         jax.jit(lambda scale: fast_layers.dot_product_attention(**GOOD, scale=scale))(0.5)
     with pytest.raises(ValueError, match=r"dropout_rate=.*must be a number in \[0, 1\)"):
         jax.jit(
-            lambda rate: fast_layers.dot_product_attention(
-                **GOOD, dropout_rate=rate, dropout_rng=jax.random.key(0)
-            )
+            lambda rate: fast_layers.dot_product_attention(**GOOD, dropout_rate=rate, dropout_rng=jax.random.key(0))
         )(0.5)
-    with pytest.raises(ValueError, match="softcap=.*must be a finite number > 0"):
+    with pytest.raises(ValueError, match=r"softcap=.*must be a finite number > 0"):
         jax.jit(lambda cap: fast_layers.dot_product_attention(**GOOD, softcap=cap))(0.5)
 
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast_layers import masks
 from hypothesis import strategies as st
 
+from fast_layers import masks
 from ops.attention import oracle
 
 B, N = 2, 2
@@ -56,9 +56,7 @@ def calls(draw):
 
     def ints(shape, low, high):
         return np.asarray(
-            draw(
-                st.lists(st.integers(low, high), min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))
-            ),
+            draw(st.lists(st.integers(low, high), min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))),
             np.int32,
         ).reshape(shape)
 
@@ -97,15 +95,15 @@ def calls(draw):
         kind = draw(st.sampled_from(["none", "none", "int", "array", "bottom_right"]))
         if kind == "none":
             return mask
-        offset = {"int": lambda: draw(st.integers(-4, 9)), "array": lambda: ints((B,), -4, 9)}.get(
-            kind, lambda: kind
-        )()
+        offset = {"int": lambda: draw(st.integers(-4, 9)), "array": lambda: ints((B,), -4, 9)}.get(kind, lambda: kind)()
         return masks.Offset(mask, offset)
 
     def conjunction(part):
         return functools.reduce(operator.and_, (part() for _ in range(draw(st.integers(1, 3)))))
 
-    inner = lambda: maybe_offset(conjunction(leaf))
+    def inner():
+        return maybe_offset(conjunction(leaf))
+
     return maybe_offset(conjunction(inner)), q_len, kv_len
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
-import fast_layers
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import fast_layers
 from ops.attention.cases import TESTED
 
 N, H = 8, 64
@@ -38,9 +39,7 @@ def _flax_bytes(length):
 
 
 CALLS = {
-    "causal": lambda q, k, v, **options: fast_layers.dot_product_attention(
-        q, k, v, is_causal=True, **options
-    ),
+    "causal": lambda q, k, v, **options: fast_layers.dot_product_attention(q, k, v, is_causal=True, **options),
     "segments": lambda q, k, v, ids, **options: fast_layers.dot_product_attention(
         q, k, v, is_causal=True, segment_ids=ids, **options
     ),
@@ -61,7 +60,7 @@ CALLS = {
 def test_linear_and_a_twentieth_of_flax(implementation, name):
     attend = functools.partial(CALLS[name], implementation=implementation)
     used = [_temp_bytes(attend, length, segments=name == "segments") for length in LENGTHS]
-    for shorter, longer in zip(used, used[1:], strict=False):
+    for shorter, longer in itertools.pairwise(used):
         assert longer < 2.2 * shorter, used
     assert used[-1] < _flax_bytes(LENGTHS[-1]) / 20
 

@@ -5,14 +5,14 @@ Padding is compared bit for bit with the same call on zeros in the poisoned plac
 
 from __future__ import annotations
 
-import fast_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_bitwise_equal
-from fast_layers import masks
 
+import fast_layers
+from fast_layers import masks
 from ops.attention.cases import TESTED
 
 B, T, N, K, H = 2, 40, 4, 2, 8

@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 import re
 
-import fast_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast_layers import masks
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import fast_layers
+from fast_layers import masks
 from ops.attention.cases import TESTED
 
 B, T, N, K, H = 8, 16, 8, 2, 4
-GATHERING = re.compile(
-    r"= .*\b(all-gather|all-to-all|collective-permute|ragged-all-to-all|reduce-scatter)[\w-]*\(.*"
-)
+GATHERING = re.compile(r"= .*\b(all-gather|all-to-all|collective-permute|ragged-all-to-all|reduce-scatter)[\w-]*\(.*")
 REDUCING = re.compile(r"= .*\ball-reduce[\w-]*\(.*")
 # The hull of the mask's intervals over the examples: two integers per tile, which cost a message but no bandwidth.
 HULL = re.compile(r"= \(?(s32\[\d{1,2}\]\S*(, )?)+\)? all-reduce")
@@ -151,14 +149,10 @@ def test_forward_and_backward(implementation, name, layout, kind):
     mesh = _mesh(layout, kind)
     with jax.set_mesh(mesh):
         arguments = _arguments(name, mesh)
-        compiled = (
-            jax.jit(functools.partial(_call, implementation, CALLS[name][2])).lower(*arguments).compile()
-        )
+        compiled = jax.jit(functools.partial(_call, implementation, CALLS[name][2])).lower(*arguments).compile()
         got = compiled(*arguments)
     _assert_near(got, _unsharded(name))
-    intervals = (
-        "hull" if kind == AxisType.Auto and name in ("segments and window", "lengths and offset") else ""
-    )
+    intervals = "hull" if kind == AxisType.Auto and name in ("segments and window", "lengths and offset") else ""
     _assert_no_gathering(compiled, reductions="learned" if name in LEARNED else intervals)
     (out, lse), grads = got
     for x in (out, lse, grads["query"], grads["key"], grads["value"]):
@@ -171,9 +165,7 @@ def test_the_checks_see_what_they_look_for(implementation):
     x = jax.device_put(_normal(B, T, K, H), NamedSharding(mesh, P("data")))
     whole = NamedSharding(mesh, P())
     with pytest.raises(AssertionError, match="all-gather"):
-        _assert_no_gathering(
-            jax.jit(lambda x: x * 2, out_shardings=whole).lower(x).compile(), reductions="learned"
-        )
+        _assert_no_gathering(jax.jit(lambda x: x * 2, out_shardings=whole).lower(x).compile(), reductions="learned")
     summed = jax.jit(lambda x: x.sum(0), out_shardings=whole).lower(x).compile()
     _assert_no_gathering(summed, reductions="learned")
     for reductions in ("", "hull"):
@@ -201,9 +193,7 @@ def test_inside_shard_map(implementation, name, check_vma):
             **operands, **arrays, **options, return_residual=True, implementation=implementation
         )
 
-    attend = jax.shard_map(
-        on_shard, mesh=mesh, in_specs=in_specs, out_specs=(rows, rows), check_vma=check_vma
-    )
+    attend = jax.shard_map(on_shard, mesh=mesh, in_specs=in_specs, out_specs=(rows, rows), check_vma=check_vma)
 
     def call(operands, arrays, d_out, d_lse):
         results, pull = jax.vjp(lambda operands: attend(operands, arrays), operands)
@@ -221,9 +211,7 @@ def test_gradient_taken_inside_shard_map(implementation, check_vma):
     x, weight = _normal(B, T, K, H), _normal(H, H, seed=1)
 
     def loss(weight, x):
-        out = fast_layers.dot_product_attention(
-            x @ weight, x, x, is_causal=True, implementation=implementation
-        )
+        out = fast_layers.dot_product_attention(x @ weight, x, x, is_causal=True, implementation=implementation)
         return (out**2).sum()
 
     def step(weight, x):
@@ -243,9 +231,7 @@ def test_fewer_key_heads_than_head_shards(implementation, name, kv_heads):
     mesh = _mesh((2, 4), AxisType.Explicit)
     with jax.set_mesh(mesh):
         arguments = _arguments(name, mesh, kv_spec=P("D"), kv_heads=kv_heads)
-        compiled = (
-            jax.jit(functools.partial(_call, implementation, CALLS[name][2])).lower(*arguments).compile()
-        )
+        compiled = jax.jit(functools.partial(_call, implementation, CALLS[name][2])).lower(*arguments).compile()
         got = compiled(*arguments)
     _assert_near(got, _unsharded(name, kv_heads))
     _assert_no_gathering(compiled, reductions="learned")
@@ -294,9 +280,7 @@ def test_explicit_vmap(implementation):
     """A mapped axis that is sharded, and one that is not."""
     mesh = _mesh((4, 2), AxisType.Explicit)
     x = _normal(2, B, T, N, H)
-    attend = functools.partial(
-        fast_layers.dot_product_attention, is_causal=True, implementation=implementation
-    )
+    attend = functools.partial(fast_layers.dot_product_attention, is_causal=True, implementation=implementation)
     want = jax.jit(jax.vmap(attend))(x, x, x)
     with jax.set_mesh(mesh):
         placed = jax.device_put(x, NamedSharding(mesh, P(None, "data", None, "model")))
@@ -343,7 +327,5 @@ def test_key_heads_that_fit_no_shards_are_refused(implementation):
     with jax.set_mesh(mesh):
         query = jax.device_put(_normal(B, T, 12, H), NamedSharding(mesh, P("data", None, "model")))
         key = jax.device_put(_normal(B, T, 6, H), NamedSharding(mesh, P("data")))
-        with pytest.raises(
-            ValueError, match=r"6 key heads do not fit 4 shards of 12 query heads .*fewer devices"
-        ):
+        with pytest.raises(ValueError, match=r"6 key heads do not fit 4 shards of 12 query heads .*fewer devices"):
             fast_layers.dot_product_attention(query, key, key, implementation=implementation)

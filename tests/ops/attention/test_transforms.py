@@ -6,14 +6,14 @@ import dataclasses
 import functools
 from typing import Any
 
-import fast_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_bitwise_equal
-from fast_layers import masks
 
+import fast_layers
+from fast_layers import masks
 from ops.attention.cases import TESTED
 from ops.attention.tracing import equations
 
@@ -30,22 +30,7 @@ def _ints(low, high, shape, seed=0):
     return np.random.default_rng((seed, *shape)).integers(low, high, shape).astype(np.int32)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "query",
-        "key",
-        "value",
-        "bias",
-        "sinks",
-        "query_lengths",
-        "key_lengths",
-        "query_ids",
-        "key_ids",
-    ]
-    + ["q_offset", "dense", "prefix", "rng"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Everything:
     """Every operand that may be an array, so that any of them may be mapped."""
@@ -137,7 +122,7 @@ def _assert_near(got, want, name=""):
     "mapped", [(name,) for name in MAPPED] + [tuple(MAPPED), ("query", "key_ids", "rng")], ids="-".join
 )
 def test_vmap_is_a_loop(members, implementation, mapped):
-    """Over each operand alone and together, along an axis that differs from operand to operand; values and gradients."""
+    """Over each operand alone and together, along an axis that differs between them; values and gradients."""
     draws, reference = members
     axes = {name: (MAPPED.index(name) * 2 + 1) % (np.ndim(getattr(draws[0], name)) + 1) for name in mapped}
     stacked = dataclasses.replace(
@@ -175,7 +160,9 @@ def test_nested_vmap_and_batch_dims_agree(implementation):
         )
         return jnp.sin(out).sum(tuple(range(-3, 0)))
 
-    grad = lambda f: jax.jit(lambda x: jax.value_and_grad(lambda x: f(x, ids).sum())(x), **FAST)(x)
+    def grad(f):
+        return jax.jit(lambda x: jax.value_and_grad(lambda x: f(x, ids).sum())(x), **FAST)(x)
+
     plain = grad(loss)
     _assert_near(grad(jax.vmap(jax.vmap(loss))), plain)
     _assert_near(grad(jax.vmap(loss)), plain)
@@ -208,9 +195,7 @@ def test_reference_has_hessians_and_jvps():
         step = 1e-5 * direction
         grad = jax.jit(jax.grad(loss))
         want = (grad(x + step) - grad(x - step)) / 2e-5
-        np.testing.assert_allclose(
-            jnp.einsum("abcdef,def->abc", hessian, direction), want, rtol=1e-6, atol=1e-9
-        )
+        np.testing.assert_allclose(jnp.einsum("abcdef,def->abc", hessian, direction), want, rtol=1e-6, atol=1e-9)
         value, slope = jax.jvp(loss, (x,), (direction,))
         np.testing.assert_allclose(slope, (grad(x) * direction).sum(), rtol=1e-10)
         np.testing.assert_allclose(value, loss(x), rtol=1e-12)
@@ -278,9 +263,7 @@ def test_scan_over_layers(implementation):
 
     def layer(x, weight):
         y = x @ weight
-        return x + fast_layers.dot_product_attention(
-            y, y, x, is_causal=True, implementation=implementation
-        ), None
+        return x + fast_layers.dot_product_attention(y, y, x, is_causal=True, implementation=implementation), None
 
     def scanned(weights):
         return (jax.lax.scan(jax.checkpoint(layer), x, weights)[0] ** 2).mean()
@@ -297,9 +280,7 @@ def test_scan_over_layers(implementation):
 @pytest.mark.parametrize("implementation", TESTED)
 def test_donated_arguments(implementation):
     """A donated query may become the output; nothing reads it afterwards."""
-    attend = functools.partial(
-        fast_layers.dot_product_attention, is_causal=True, implementation=implementation
-    )
+    attend = functools.partial(fast_layers.dot_product_attention, is_causal=True, implementation=implementation)
     x = _normal(B, T, K, H)
     want = jax.jit(attend)(x, x, x)
     query = jnp.array(x)
@@ -390,9 +371,7 @@ class TestExport:
             s = s[0] if s else t
             arrays = _normal(b, t, N, H), _normal(b, s, K, H), _ints(1, s + 1, (b,))
             want, pull = jax.vjp(lambda q, k, lengths=arrays[2]: self._attend(q, k, lengths), *arrays[:2])
-            got, exported_pull = jax.vjp(
-                lambda q, k, lengths=arrays[2]: call.call(q, k, lengths), *arrays[:2]
-            )
+            got, exported_pull = jax.vjp(lambda q, k, lengths=arrays[2]: call.call(q, k, lengths), *arrays[:2])
             d_out = _normal(*want.shape, seed=3)
             _assert_near((got, exported_pull(d_out)), (want, pull(d_out)), f"{b}, {t}, {s}: ")
 

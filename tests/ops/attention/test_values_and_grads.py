@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-import fast_layers
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_bitwise_equal, assert_close_over_draws
+
+import fast_layers
 from fast_layers import masks
 from fast_layers.ops.attention.config import XlaTiles
-
 from ops.attention import oracle
 from ops.attention.cases import TESTED, Case, build, cases, runner, yardsticks
 from ops.attention.tracing import equations
@@ -259,9 +259,7 @@ def test_arguments_and_masks_are_combined_by_and(implementation):
             "local_window_size": (2, 5),
         },
     ]
-    first, *others = (
-        fast_layers.dot_product_attention(*qkv, implementation=implementation, **f) for f in forms
-    )
+    first, *others = (fast_layers.dot_product_attention(*qkv, implementation=implementation, **f) for f in forms)
     for other in others:
         np.testing.assert_allclose(other, first, rtol=1e-6, atol=1e-7)
 
@@ -320,9 +318,7 @@ def test_strict_dtype_promotion(implementation):
 class TestAttentionWeights:
     """`attention_weights`: what Flax sows."""
 
-    case = dataclasses.replace(
-        Case(q_len=9, kv_len=7, is_causal=True, lengths=(True, True)), dropout_rate=0.5
-    )
+    case = dataclasses.replace(Case(q_len=9, kv_len=7, is_causal=True, lengths=(True, True)), dropout_rate=0.5)
 
     def test_rows_sum_to_one_or_zero_and_dropout_is_not_in_them(self):
         built = build(self.case)
