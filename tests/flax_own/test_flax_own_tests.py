@@ -29,7 +29,7 @@ def download(folder: Path) -> Path:
     requirement = f"flax=={flax.__version__}"
     # pip asks the sources for their metadata, and to do so without an environment of its own needs what builds them.
     python, isolation = [sys.executable], []
-    if uv := shutil.which("uv"):
+    if uv := os.environ.get("UV") or shutil.which("uv"):  # "uv run" says in UV where it is itself
         tools = ["--with", "pip", "--with", "setuptools", "--with", "setuptools-scm"]
         python = [uv, "run", "--no-project", "--python", sys.executable, *tools, "python"]
         isolation = ["--no-build-isolation"]
