@@ -8,6 +8,7 @@ Axis letters: B examples, T queries, S keys, N query heads, K key/value heads, H
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,14 @@ class Attended(NamedTuple):
     grads: Operands
 
 
+class Functions(NamedTuple):
+    """Elementary functions of arrays."""
+
+    exp: Callable
+    log: Callable
+    tanh: Callable
+
+
 def attend(
     operands: Operands,
     visible: np.ndarray,
@@ -40,16 +49,17 @@ def attend(
     keep: np.ndarray | None = None,
     rate: float = 0.0,
     dtype=np.float64,
-    tanh=np.tanh,
+    functions: Functions | None = None,
     from_residuals: bool = False,
     sequential: bool = False,
 ) -> Attended:
     """`visible` and `keep` broadcast to [B, N, T, S]; `d_out` and `d_lse` are the cotangents of out and lse.
 
-    For yardsticks: `tanh` may be replaced (XLA's is off by several ulps where numpy's is not); `from_residuals` takes
-    the gradients from (out, lse) alone, as every backend must, instead of from the weights themselves; `sequential`
-    adds up one term after the other, where BLAS and numpy have many partial sums.
+    For yardsticks: `functions` may be replaced, by a framework's own, which are off by more ulps than numpy's;
+    `from_residuals` takes the gradients from (out, lse) alone, as every backend must, instead of from the weights
+    themselves; `sequential` adds up one term after the other, where BLAS and numpy have many partial sums.
     """
+    exp, log, tanh = functions or Functions(np.exp, np.log, np.tanh)
     matmul, total_of = (_matmul_in_order, _sum_in_order) if sequential else (np.matmul, lambda x: x.sum(1))
     query, key, value = (np.asarray(x).astype(dtype) for x in operands[:3])
     (batch, q_len, heads, _), kv_len = query.shape, key.shape[1]
@@ -73,36 +83,39 @@ def attend(
     for b, n in np.ndindex(batch, heads):
         k = n // (heads // key.shape[2])
         scores = matmul(query[b, :, n], key[b, :, k].T) * dtype(scale)
-        d_cap = np.ones_like(scores)
+        d_cap = dtype(1)
         if softcap is not None:
             squashed = np.asarray(tanh(scores / dtype(softcap)))
             scores, d_cap = dtype(softcap) * squashed, (1 - squashed) * (1 + squashed)
         if bias is not None:
             scores = scores + bias[b, n]
         scores = np.where(visible[b, n], scores, -np.inf)
-        rows = scores.max(1) > -np.inf
-        scores = scores[rows]
-        sink = np.full(1, -np.inf if sinks is None else sinks[n], dtype)
-        row_max = np.maximum(scores.max(1, initial=-np.inf), sink)
-        exps, sink_exp = np.exp(scores - row_max[:, None]), np.exp(sink - row_max)
-        total = total_of(exps) + sink_exp
+        some = scores.max(1) > -np.inf
+        sink = np.full(q_len, -np.inf if sinks is None else sinks[n], dtype)
+        row_max = np.where(some, np.maximum(scores.max(1), sink), 0)
+        exps, sink_exp = (
+            np.asarray(exp(x)) for x in (scores - row_max[:, None], np.where(some, sink - row_max, -np.inf))
+        )
+        total = np.where(some, total_of(exps) + sink_exp, 1)
         weights, sink_weight = exps / total[:, None], sink_exp / total
-        out[b, rows, n] = matmul(weights * survived[b, n, rows], value[b, :, k])
-        lse[b, rows, n] = row_max + np.log(total)
+        out[b, :, n] = matmul(weights * survived[b, n], value[b, :, k])
+        finite_lse = row_max + np.asarray(log(total))
+        lse[b, :, n] = np.where(some, finite_lse, -np.inf)
 
-        d_weights = matmul(d_out[b, rows, n], value[b, :, k].T) * survived[b, n, rows]
+        d_out_rows, d_lse_rows = np.where(some[:, None], d_out[b, :, n], 0), np.where(some, d_lse[b, :, n], 0)
+        d_weights = matmul(d_out_rows, value[b, :, k].T) * survived[b, n]
         mean = total_of(weights * d_weights)
         if from_residuals:
-            weights, sink_weight = (np.exp(x - lse[b, rows, n, None]) for x in (scores, sink[None]))
-            sink_weight = sink_weight[:, 0]
-            mean = total_of(out[b, rows, n] * d_out[b, rows, n])
-        d_value[b, :, k] += matmul((weights * survived[b, n, rows]).T, d_out[b, rows, n])
-        d_scores = weights * (d_weights - mean[:, None] + d_lse[b, rows, n, None])
-        d_sinks[n] += (sink_weight * (d_lse[b, rows, n] - mean)).sum()
-        d_bias[b, n, rows] = d_scores
-        d_scores = d_scores * d_cap[rows] * dtype(scale)
-        d_query[b, rows, n] = matmul(d_scores, key[b, :, k])
-        d_key[b, :, k] += matmul(d_scores.T, query[b, rows, n])
+            weights = np.asarray(exp(scores - finite_lse[:, None]))
+            sink_weight = np.asarray(exp(np.where(some, sink - finite_lse, -np.inf)))
+            mean = total_of(out[b, :, n] * d_out_rows)
+        d_value[b, :, k] += matmul((weights * survived[b, n]).T, d_out_rows)
+        d_scores = weights * (d_weights - mean[:, None] + d_lse_rows[:, None])
+        d_sinks[n] += (sink_weight * (d_lse_rows - mean)).sum()
+        d_bias[b, n] = d_scores
+        d_scores = d_scores * d_cap * dtype(scale)
+        d_query[b, :, n] = matmul(d_scores, key[b, :, k])
+        d_key[b, :, k] += matmul(d_scores.T, query[b, :, n])
     if operands.bias is not None:
         shape = operands.bias.shape
         d_bias = d_bias.sum(tuple(a for a in range(4) if shape[a] == 1), keepdims=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ B, T, S, N, K = 2, 9, 70, 4, 2
 RATE = 0.3
 RNG = jax.random.key(5)
 ALL = ["reference", *TESTED]
+FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}
 
 
 def _one_hot_value():
@@ -76,7 +79,7 @@ def test_expectation_is_the_output_without_dropout(implementation):
             query, value, value, dropout_rate=rate, dropout_rng=rng, implementation=implementation
         )
 
-    outs = np.asarray(jax.jit(jax.vmap(lambda rng: call(rng, 0.4)))(keys))
+    outs = np.asarray(jax.jit(jax.vmap(lambda rng: call(rng, 0.4)), **FAST)(keys))
     error = np.abs(outs.mean(0) - call(None, 0.0)) / (outs.std(0) / np.sqrt(len(keys)))
     assert error.max() < 5
 
@@ -90,8 +93,8 @@ def test_backends_agree(implementation):
 def test_tiles_do_not_change_decisions(monkeypatch):
     """Values to rounding, zeros exactly, in the forward and in the backward."""
     results = []
-    for q_tile, kv_tile in ((256, 256), (1, 32), (8, 64), (3, 96)):
-        monkeypatch.setattr(XlaTiles, "of", lambda problem, tiles=XlaTiles(q_tile, kv_tile): tiles)
+    for q_tile, kv_tile in ((256, 256), (3, 32), (8, 64)):
+        monkeypatch.setattr(XlaTiles, "of", lambda *_, tiles=XlaTiles(q_tile, kv_tile): tiles)
         value = jnp.asarray(_one_hot_value())
         query = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, N, 4)), jnp.float32)
 
@@ -100,8 +103,11 @@ def test_tiles_do_not_change_decisions(monkeypatch):
                 query, value[..., :4], value, dropout_rate=RATE, dropout_rng=RNG, implementation="xla"
             )
 
-        out, pull = jax.vjp(call, query, value)
-        results.append((out, *pull(jnp.cos(out * 50))))
+        def results_of(query, value, call=call):
+            out, pull = jax.vjp(call, query, value)
+            return out, *pull(jnp.cos(out * 50))
+
+        results.append(jax.jit(results_of, **FAST)(query, value))
     for other in results[1:]:
         np.testing.assert_array_equal(other[0] == 0, results[0][0] == 0)
         for got, want in zip(other, results[0], strict=True):
@@ -116,16 +122,16 @@ def test_gradient_is_that_of_a_fixed_mask(implementation):
     with jax.enable_x64(True):
         operands = [jnp.asarray(np.asarray(x), jnp.float64) for x in operands]
 
-        @jax.jit
         def loss(operands):
             out = fast_layers.dot_product_attention(
                 *operands, dropout_rate=0.4, dropout_rng=RNG, implementation=implementation
             )
             return (out * jnp.arange(out.size).reshape(out.shape)).sum()
 
+        value_of = jax.jit(loss, **FAST)
         directions = [jnp.asarray(draw.normal(size=x.shape)) for x in operands]
         shifted = [loss([x + sign * 1e-5 * d for x, d in zip(operands, directions, strict=True)]) for sign in (1, -1)]
-        slope = sum((g * d).sum() for g, d in zip(jax.grad(loss)(operands), directions, strict=True))
+        slope = sum((g * d).sum() for g, d in zip(jax.jit(jax.grad(loss), **FAST)(operands), directions, strict=True))
         np.testing.assert_allclose(slope, (shifted[0] - shifted[1]) / 2e-5, rtol=1e-6)
 
 
@@ -139,13 +145,14 @@ def test_vmap_with_one_key_is_a_loop_with_one_key(implementation):
             x, x, x, dropout_rate=RATE, dropout_rng=rng, implementation=implementation
         )
 
-    mapped = jax.vmap(call, in_axes=(0, None))(stacked, RNG)
+    single = jax.jit(call, **FAST)
+    mapped = jax.jit(jax.vmap(call, in_axes=(0, None)), **FAST)(stacked, RNG)
     for i in range(3):
-        np.testing.assert_allclose(mapped[i], call(stacked[i], RNG), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(mapped[i], single(stacked[i], RNG), rtol=1e-5, atol=1e-6)
     keys = jax.random.split(RNG, 3)
-    mapped = jax.vmap(call)(stacked, keys)
+    mapped = jax.jit(jax.vmap(call), **FAST)(stacked, keys)
     for i in range(3):
-        np.testing.assert_allclose(mapped[i], call(stacked[i], keys[i]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(mapped[i], single(stacked[i], keys[i]), rtol=1e-5, atol=1e-6)
 
 
 def test_batch_dims_number_the_examples_in_order():

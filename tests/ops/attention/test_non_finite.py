@@ -78,7 +78,7 @@ def _all_results(implementation, options):
         results, pull = jax.vjp(op, operands)
         return results, pull(cotangents)[0]
 
-    compiled = jax.jit(call)
+    compiled = jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})
 
     def run(query, key, value, bias=None, d_out=None, d_lse=None):
         d_out = _normal(B, T, N, H, seed=4) if d_out is None else d_out
@@ -173,7 +173,7 @@ NO_KEYS = {
     "query lengths": {"query_seq_lengths": np.array([T, 0])},
     "segments": {"segment_ids": np.array([[3] * T, [-1] * T])},
     "dense": {"mask": np.broadcast_to(np.array([True, False])[:, None, None, None], (B, N, T, T))},
-    "causal before the first key": {"is_causal": True, "q_offset": np.array([T, -T])},
+    "causal before the first key": {"is_causal": True, "q_offset": np.array([3, -T])},
     "window past the last key": {"local_window_size": (3, 3), "q_offset": np.array([0, 2 * T])},
     "two segments that never agree": {
         "mask": masks.Segments(np.array([[0] * T, [0] * T]), np.array([[0] * T, [1] * T])) & masks.Causal()
@@ -198,18 +198,13 @@ def test_rows_that_see_no_key(implementation, options, extra):
     if extra and options is not NO_KEYS["key lengths"]:
         pytest.skip("one way of hiding all keys is enough for each extra")
     run = _all_results(implementation, {**options, **extra})
-    seen = np.asarray(run(*_operands())[0][1])[1] > -np.inf
-    expected_seen = np.zeros((T, N), bool)
-    if "local_window_size" in options:
-        expected_seen[:0] = True
-    np.testing.assert_array_equal(seen, expected_seen)
     (out, lse), grads = run(*_operands())
     assert not np.asarray(out)[1].any()
     assert (np.asarray(lse)[1] == -np.inf).all()
     for grad in grads[:3]:
         assert not np.asarray(grad)[1].any()
         assert np.isfinite(grad).all()
-        assert np.asarray(grad)[0].any() or "q_offset" in options
+        assert np.asarray(grad)[0].any()
     d_out, d_lse = _normal(B, T, N, H, seed=4), _normal(B, T, N, seed=5)
     d_out[1], d_lse[1] = 1e30, -1e30
     assert_bitwise_equal(run(*_operands(), d_out=d_out, d_lse=d_lse)[1], grads)
