@@ -42,7 +42,9 @@ def namespace() -> dict:
         "fast_layers": fast_layers,
         "document_ids": jnp.zeros((1, 8), jnp.int32),
         **dict.fromkeys(("query", "key", "value"), q),
-        **{"q": q, "k": k, "v": v},
+        "q": q,
+        "k": k,
+        "v": v,
     }
 
 

@@ -57,7 +57,7 @@ def test_the_check_sees_a_pass_over_the_cache():
 
 
 def test_what_lies_past_the_filled_part_is_not_read():
-    query, key, value, filled = operands()
+    query, key, _, filled = operands()
     noise = jax.random.normal(jax.random.key(0), key.shape)
     unread = jnp.arange(CAPACITY)[None, :, None, None] > filled
     got = jax.jit(decode)(query, jnp.where(unread, jnp.nan, noise), jnp.where(unread, jnp.nan, noise), filled)
