@@ -51,6 +51,11 @@ class Case:
     broadcast_dropout: bool = False
     precision: Any = None
 
+    def __str__(self) -> str:
+        """What differs from the defaults, for the names of tests."""
+        fields = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
+        return ",".join(f"{name}={value}".replace(" ", "") for name, value, default in fields if value != default)
+
 
 @dataclasses.dataclass(frozen=True)
 class Built:

@@ -82,14 +82,17 @@ def attend(
     d_query, d_key, d_value = (np.zeros(x.shape, dtype) for x in (query, key, value))
     for b, n in np.ndindex(batch, heads):
         k = n // (heads // key.shape[2])
-        scores = matmul(query[b, :, n], key[b, :, k].T) * dtype(scale)
-        d_cap = dtype(1)
-        if softcap is not None:
-            squashed = np.asarray(tanh(scores / dtype(softcap)))
-            scores, d_cap = dtype(softcap) * squashed, (1 - squashed) * (1 + squashed)
-        if bias is not None:
-            scores = scores + bias[b, n]
-        scores = np.where(visible[b, n], scores, -np.inf)
+
+        def scores_of(query, key, b=b, n=n):
+            scores, d_cap = matmul(query, key.T) * dtype(scale), dtype(1)
+            if softcap is not None:
+                squashed = np.asarray(tanh(scores / dtype(softcap)))
+                scores, d_cap = dtype(softcap) * squashed, (1 - squashed) * (1 + squashed)
+            if bias is not None:
+                scores = scores + bias[b, n]
+            return np.where(visible[b, n], scores, -np.inf), d_cap
+
+        scores, d_cap = scores_of(query[b, :, n], key[b, :, k])
         some = scores.max(1) > -np.inf
         sink = np.full(q_len, -np.inf if sinks is None else sinks[n], dtype)
         row_max = np.where(some, np.maximum(scores.max(1), sink), 0)
@@ -106,6 +109,8 @@ def attend(
         d_weights = matmul(d_out_rows, value[b, :, k].T) * survived[b, n]
         mean = total_of(weights * d_weights)
         if from_residuals:
+            # A kernel's backward has other tiles than its forward, and so rounds the scores anew.
+            scores, d_cap = scores_of(query[b, :, n, ::-1], key[b, :, k, ::-1])
             weights = np.asarray(exp(scores - finite_lse[:, None]))
             sink_weight = np.asarray(exp(np.where(some, sink - finite_lse, -np.inf)))
             mean = total_of(out[b, :, n] * d_out_rows)

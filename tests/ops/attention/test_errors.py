@@ -179,7 +179,7 @@ def test_traced_numbers():
         {"local_window_size": (np.int32(3), None)},
         {"is_causal": True, "q_offset": np.int64(3)},
     ],
-    ids=str,
+    ids="-".join,
 )
 def test_numpy_numbers_are_numbers(options):
     """What configs hold: numpy scalars of any precision are as good as Python's."""

@@ -31,7 +31,7 @@ def _check(case: Case, implementation: str, *, dtype=np.float32, wide=np.float64
         built = build(case, dtype, draw)
         return run(built), built.oracle(wide), *(f(built) for f in plain), *yardsticks(built, dtype)
 
-    assert_close_over_draws(make, f"{implementation} on {case}: ", draws)
+    assert_close_over_draws(make, f"{implementation} on {case!r}: ", draws)
 
 
 @pytest.mark.parametrize("implementation", TESTED)
