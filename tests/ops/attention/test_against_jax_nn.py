@@ -9,6 +9,7 @@ import pytest
 from closeness import assert_close_over_draws
 
 import fast_layers
+from ops.attention import oracle
 from ops.attention.cases import TESTED
 
 B, T, S, N, H = 2, 13, 17, 4, 8
@@ -102,9 +103,45 @@ def test_same_values_and_gradients(implementation, shapes, options, bias):
         with jax.enable_x64(True):
             # Of the same float32 numbers: the oracle must not see digits that the others do not.
             truth = jax.tree.map(np.asarray, theirs(*jax.tree.map(lambda x: x.astype(np.float64), single)))
-        return ours(*single), truth, theirs(*single)
+        return ours(*single), truth, theirs(*single), *_from_residuals(single, options)
 
     assert_close_over_draws(make)
+
+
+def _from_residuals(operands_and_d_out, options):
+    """The same in plain float32 numpy, gradients taken from (out, lse) as ours are: lse's rounding is part of them."""
+    (*qkv, bias), d_out = operands_and_d_out
+    unbatched = d_out.ndim == 3
+    if unbatched:
+        *qkv, d_out = (x[None] for x in (*qkv, d_out))
+    batch, q_len, _, depth = d_out.shape
+    window = options.get("local_window_size", (None, None))
+    visible = oracle.visible(
+        batch,
+        q_len,
+        qkv[1].shape[1],
+        causal=options.get("is_causal", False),
+        window=(window, window) if isinstance(window, int) else window,
+        q_lengths=options.get("query_seq_lengths"),
+        kv_lengths=options.get("key_value_seq_lengths"),
+        dense=options.get("mask"),
+    )
+    for sequential in (False, True):
+        attended = oracle.attend(
+            oracle.Operands(*qkv, bias),
+            visible,
+            d_out,
+            np.zeros(d_out.shape[:3]),
+            scale=options.get("scale", depth**-0.5),
+            dtype=np.float32,
+            from_residuals=True,
+            sequential=sequential,
+        )
+        *gradients, d_bias = attended.grads[:4]
+        out = attended.out
+        if unbatched:
+            out, *gradients = (x[0] for x in (out, *gradients))
+        yield out, ((*gradients, d_bias),)
 
 
 @pytest.mark.parametrize("implementation", ["reference", *TESTED])
