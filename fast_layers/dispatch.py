@@ -160,11 +160,23 @@ def plan(op: str, backends: Sequence[Backend], problem: Any, implementation: str
     )
     if policy.recorder is not None:
         policy.recorder.plans.append(made)
-        return made
+        return _traceable(made, backends)
     if policy.strict and wanted is None:
         _refuse_fallback(made)
     made.forward[0].require(op)
     return made
+
+
+def _traceable(made: Plan, backends: Sequence[Backend]) -> Plan:
+    """For `explain`, which only traces: where all refused, whatever backend takes the call gives the shapes."""
+
+    def fill(choice: Choice) -> Choice:
+        if choice.backend is not None:
+            return choice
+        willing = (b for b in reversed(backends) if b.supports(made.problem, choice.arch, choice.pass_) is None)
+        return dataclasses.replace(choice, backend=next(willing, None))
+
+    return dataclasses.replace(made, forward=tuple(map(fill, made.forward)), backward=tuple(map(fill, made.backward)))
 
 
 def choose(

@@ -53,7 +53,7 @@ def intervals(draw, monotone: bool):
     return *pair, q_tile, kv_tile, kv_len
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(intervals(monotone=False))
 def test_a_skipped_tile_never_holds_a_visible_key(drawn):
     start, stop, q_tile, kv_tile, kv_len = drawn
@@ -63,7 +63,7 @@ def test_a_skipped_tile_never_holds_a_visible_key(drawn):
     assert not (needed & ~by_key).any()
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(intervals(monotone=False))
 def test_key_ranges_are_the_hull_of_the_rows(drawn):
     """Exact also for intervals in any order: from the first to the last tile that some row needs."""
@@ -75,7 +75,7 @@ def test_key_ranges_are_the_hull_of_the_rows(drawn):
     np.testing.assert_array_equal(by_query, before & after)
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(intervals(monotone=True))
 def test_monotone_intervals_visit_the_same_tiles_both_ways(drawn):
     """Query ranges: the hull of the query tiles whose hull of keys meets the key tile."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 import operator
 from typing import Any, Literal
 
@@ -253,7 +254,8 @@ def _prepare(
     )
     if isinstance(q_offset, str):
         q_offset = _bottom_right(q_offset, batch, q_len, kv_len, query_seq_lengths, key_value_seq_lengths)
-    form = M.Offset(given, q_offset).lower(batch, q_len, kv_len) if given is not None else M.MaskForm()
+    q_offset = M.offset_of(q_offset, batch, q_len, kv_len)
+    form = M.MaskForm() if given is None else given.lower(batch, q_len, kv_len, q_offset)
     if form.dense is not None:
         _check_heads("mask", form.dense, heads)
     rate = _check_dropout(dropout_rate, dropout_rng)
@@ -359,20 +361,27 @@ def _check_scale(scale: Any, qk_dim: int) -> float:
         return 1.0 / math.sqrt(qk_dim)
     try:
         return float(scale)
-    except (TypeError, jax.errors.ConcretizationTypeError):
-        raise ValueError(f"scale must be a number known when tracing, got {scale!r}; scale query instead") from None
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
+        raise ValueError(
+            f"scale must be a number known when tracing, got {scale!r}; pass a number, or scale query instead"
+        ) from None
 
 
 def _check_softcap(softcap: Any) -> float | None:
     if softcap is None:
         return None
-    if not isinstance(softcap, (int, float)) or isinstance(softcap, bool) or not 0 < softcap < math.inf:
+    if not _is_real(softcap) or not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap!r}: must be a finite number > 0, or None for no cap")
     return float(softcap)
 
 
+def _is_real(number: Any) -> bool:
+    """A number of Python or numpy, but no bool."""
+    return isinstance(number, numbers.Real) and not isinstance(number, bool)
+
+
 def _check_dropout(rate: Any, rng: Array | None) -> float:
-    if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 0.0 <= rate < 1.0:
+    if not _is_real(rate) or not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout_rate={rate!r}: must be a number in [0, 1)")
     if rate and rng is None:
         raise ValueError(f"dropout_rng is required with {rate=}: pass a key such as jax.random.key(0)")
@@ -380,7 +389,7 @@ def _check_dropout(rate: Any, rng: Array | None) -> float:
 
 
 def _check_window(window: Any) -> tuple[int | None, int | None]:
-    if isinstance(window, int):
+    if M.is_integer(window):
         return window, window
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"local_window_size={window!r}: must be an int or a pair (left, right)")

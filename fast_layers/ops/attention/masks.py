@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 import operator
 import typing
 from collections.abc import Sequence
@@ -215,8 +216,9 @@ class LocalWindow(Mask):
     def __post_init__(self):
         for name in ("left", "right"):
             size = getattr(self, name)
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+            if size is not None and (not is_integer(size) or size < 0):
                 raise ValueError(f"LocalWindow {name}={size!r}: must be an int >= 0, or None for unbounded")
+            object.__setattr__(self, name, None if size is None else int(size))
 
     def lower(self, batch, q_len, kv_len, q_offset=0):
         if isinstance(q_offset, int):
@@ -258,16 +260,26 @@ def _segment_hull(query_ids, key_ids):
     query_ids, key_ids = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (query_ids, key_ids))
 
     def hull(query, key):
-        order = jnp.argsort(key, stable=True).astype(jnp.int32)
-        ordered = key[order]
-        first = jnp.searchsorted(ordered, query, side="left")
-        last = jnp.searchsorted(ordered, query, side="right")
+        by_id = jnp.argsort(key, stable=True).astype(jnp.int32)
+        q_len, kv_len = query.shape[0], key.shape[0]
+        # How many keys have a smaller id, and how many a smaller or equal one: equal ids sort as they stand here.
+        first = _marked_before(jnp.concatenate([query, key]), lambda i: i >= q_len)[:q_len]
+        last = _marked_before(jnp.concatenate([key, query]), lambda i: i < kv_len)[kv_len:]
         some = (last > first) & (query >= 0)
-        start = order.at[first].get(mode="clip")
-        stop = order.at[last - 1].get(mode="clip") + 1
+        start = by_id.at[first].get(mode="clip")
+        stop = by_id.at[last - 1].get(mode="clip") + 1
         return jnp.where(some, start, 0), jnp.where(some, stop, 0)
 
     return jax.vmap(hull)(query_ids, key_ids)
+
+
+def _marked_before(ids, marked):
+    """For each id, how many entries with `marked(index)` a stable sort by id puts before it.
+
+    What `jnp.searchsorted` does, which takes no symbolic lengths.
+    """
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    return jnp.zeros_like(order).at[order].set(jnp.cumsum(marked(order), dtype=jnp.int32), unique_indices=True)
 
 
 @_mask(data=["lengths"])
@@ -319,11 +331,11 @@ class Offset(Mask):
     q_offset: ArrayLike | str
 
     def lower(self, batch, q_len, kv_len, q_offset=0):
-        return self.mask.lower(batch, q_len, kv_len, q_offset + _offset(self.q_offset, batch, q_len, kv_len))
+        return self.mask.lower(batch, q_len, kv_len, q_offset + offset_of(self.q_offset, batch, q_len, kv_len))
 
     def tree_flatten(self):
         # A string is no leaf, and a static int stays static: its band costs no per-row arrays.
-        static = self.q_offset if isinstance(self.q_offset, (int, str)) else None
+        static = self.q_offset if isinstance(self.q_offset, (numbers.Integral, str)) else None
         return (self.mask, self.q_offset if static is None else None), static
 
     @classmethod
@@ -332,14 +344,20 @@ class Offset(Mask):
         return cls(mask, q_offset if static is None else static)
 
 
-def _offset(q_offset, batch, q_len, kv_len):
+def offset_of(q_offset, batch, q_len, kv_len):
+    """A valid `q_offset` as an int (or symbolic dimension), or as an int32 array [B|1, 1]."""
     if isinstance(q_offset, str):
         if q_offset != BOTTOM_RIGHT:
             raise ValueError(f"q_offset={q_offset!r}: must be an int, an int array [batch..] or {BOTTOM_RIGHT!r}")
         return kv_len - q_len
-    if isinstance(q_offset, int) and not isinstance(q_offset, bool):
-        return q_offset
+    if is_integer(q_offset):
+        return int(q_offset)
     return _per_example("q_offset", q_offset, batch)
+
+
+def is_integer(number) -> bool:
+    """An int or numpy integer, but no bool."""
+    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
 @_mask(data=["array"])
@@ -364,17 +382,15 @@ class Dense(Mask):
 def logits_operand(name: str, array: Array, batch: Sequence[int], q_len, kv_len) -> Array:
     """Bring what broadcasts to [batch.., N, T, S] to [B|1, N|1, T|1, S|1] without writing broadcasts out."""
     rank = len(batch) + 3
-    wanted = f"broadcastable to [{', '.join(map(str, (*batch, 'num_heads', q_len, kv_len)))}]"
-    if array.ndim > rank:
-        raise ValueError(f"{name} has shape {array.shape}: must be {wanted}")
-    array = array.reshape((1,) * (rank - array.ndim) + array.shape)
-    leading, (tq, tk) = array.shape[: len(batch)], array.shape[-2:]
-    for got, want in (*zip(leading, batch, strict=True), (tq, q_len), (tk, kv_len)):
-        if got != 1 and got != want:
-            raise ValueError(f"{name} has shape {array.shape}: must be {wanted}")
+    shape = (1,) * (rank - array.ndim) + array.shape
+    leading, (tq, tk) = shape[: len(batch)], shape[-2:]
+    pairs = (*zip(leading, batch, strict=False), (tq, q_len), (tk, kv_len))
+    if array.ndim > rank or any(got != 1 and got != want for got, want in pairs):
+        wanted = ", ".join(map(str, (*batch, "num_heads", q_len, kv_len)))
+        raise ValueError(f"{name} has shape {array.shape}: must be broadcastable to [{wanted}]")
     if all(dim == 1 for dim in leading):
-        return array.reshape((1, *array.shape[-3:]))
-    return jnp.broadcast_to(array, (*batch, *array.shape[-3:])).reshape((-1, *array.shape[-3:]))
+        return array.reshape((1, *shape[-3:]))
+    return jnp.broadcast_to(array.reshape(shape), (*batch, *shape[-3:])).reshape((-1, *shape[-3:]))
 
 
 def _integers(name: str, values) -> Array:

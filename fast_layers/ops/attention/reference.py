@@ -41,7 +41,7 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux) -> Attended:
     scores = jnp.where(visible, scores, -jnp.inf)
 
     row_max = lax.stop_gradient(scores.max(-1))
-    sees_none = row_max == -jnp.inf
+    sees_none = (scores == -jnp.inf).all(-1)  # not by row_max: XLA's CPU maximum may pass over NaN
     row_max = jnp.where(sees_none, 0.0, row_max)
     if inputs.sinks is not None:
         row_max = jnp.maximum(row_max, lax.stop_gradient(inputs.sinks.astype(scores.dtype))[:, None])
@@ -61,6 +61,8 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux) -> Attended:
         ]
         kept = jnp.where(keep, weights / (1.0 - p.dropout_rate), 0.0)
     out = jnp.einsum("BNTS,BSNV->BTNV", kept, finite_or_zero(value), precision=precision)
+    # Not only the value is 0: a cotangent of NaN must not come through either.
+    out = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0.0, out)
     return Attended(out.astype(p.dtype), lse, weights.astype(p.dtype))
 
 

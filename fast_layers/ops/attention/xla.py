@@ -103,7 +103,7 @@ def _forward(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux):
             like(jnp.zeros((*rows, p.v_dim), p.accumulator_dtype)),
         )
         row_max, row_sum, acc = lax.fori_loop(*_span(loops.inner, i, loops.num_kv_tiles), attend_kv_tile, empty)
-        sees_none = row_max == -jnp.inf
+        sees_none = row_sum == 0  # not by row_max: XLA's CPU maximum may pass over NaN
         if inputs.sinks is not None:
             row_max, row_sum, acc = _add_sink(p, inputs.sinks, row_max, row_sum, acc)
         row_sum = jnp.where(sees_none, 1.0, row_sum)
@@ -127,7 +127,7 @@ def _forward(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux):
 def _add_sink(p: Problem, sinks, row_max, row_sum, acc):
     """The sink joins the denominator as one more key whose value is 0."""
     sink = sinks.astype(p.accumulator_dtype).reshape(p.kv_heads, p.group, 1)
-    new_max = jnp.maximum(row_max, sink)
+    new_max = _zero_where_empty(jnp.maximum(row_max, sink))
     rescale = jnp.exp(row_max - new_max)
     return new_max, row_sum * rescale + jnp.exp(sink - new_max), acc * rescale[..., None]
 
@@ -162,7 +162,11 @@ def _backward(p: Problem, tiles: XlaTiles, residuals: Residuals, d_out: Array, d
             # of its left operand. XLA's CPU matmul is half as fast where the left one must be transposed.
             scores = _einsum(p, "bksh,bkgqh->bksgq", key, rows(tiled.query))
             scores, d_cap = _mask_scores(p, tiles, tiled, scores, i, j, _keys_first)
+            # A row that has seen a broken key is NaN in lse and delta; what it does not see must not become so.
+            masked = None if d_cap is None and _visible(tiles, tiled, i, j) is None else scores == -jnp.inf
             weights = jnp.exp(scores - rows(lse_rows)[:, :, None])
+            if masked is not None:
+                weights = jnp.where(masked, 0.0, weights)
             d_weights = _einsum(p, "bksv,bkgqv->bksgq", value, d_out_tile)
             kept = weights
             if tiled.dropout is not None:
@@ -175,8 +179,9 @@ def _backward(p: Problem, tiles: XlaTiles, residuals: Residuals, d_out: Array, d
             if d_bias is not None:
                 d_bias = _accumulate_bias(d_bias, _queries_first(d_scores), i, j, tiles)
             if d_cap is not None:
-                # A masked score may be NaN before the mask, and its derivative with it.
-                d_scores = jnp.where(weights == 0, 0.0, d_scores * d_cap)
+                d_scores *= d_cap
+            if masked is not None:
+                d_scores = jnp.where(masked, 0.0, d_scores)
             d_scores = (d_scores * p.scale).astype(p.dtype)
             d_key += _einsum(p, "bksgq,bkgqh->bksh", d_scores, query)
             d_query_tile = _slice(d_query, i, tiles.q_tile, 4)
@@ -284,7 +289,7 @@ def _tile(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux, *, kv_heads_fir
         stop = jnp.full((1, p.q_len), p.kv_len, jnp.int32)
     kv_axis = 2 if kv_heads_first else 1
     return _Tiled(
-        query=_group_rows(p, inputs.query, tiles.q_tile),
+        query=_group_rows(p, finite_or_zero(inputs.query) + poison(inputs.query)[..., None], tiles.q_tile),
         key=_pad(key, tiles.kv_tile, kv_axis),
         value=_pad(value, tiles.kv_tile, kv_axis),
         kv_heads_first=kv_heads_first,
@@ -300,7 +305,7 @@ def _tile(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux, *, kv_heads_fir
 
 def _nan_safe(key: Array, value: Array) -> tuple[Array, Array]:
     """A broken key or value poisons the scores of those who see it, and only them: (poisoned key, clean value)."""
-    return key + poison(value)[..., None], finite_or_zero(value)
+    return finite_or_zero(key) + poison(key, value)[..., None], finite_or_zero(value)
 
 
 def _kv_tile(tiles: XlaTiles, tiled: _Tiled, j) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:

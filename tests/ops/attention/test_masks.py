@@ -113,7 +113,7 @@ def _array(mask, q_len, kv_len):
     return np.broadcast_to(array, (B, N, q_len, kv_len))
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(calls())
 def test_any_mask_matches_its_definition(call):
     np.testing.assert_array_equal(_array(*call), np.broadcast_to(_expected(*call), _array(*call).shape))

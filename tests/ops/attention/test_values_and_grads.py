@@ -35,7 +35,7 @@ def _check(case: Case, implementation: str, *, dtype=np.float32, wide=np.float64
 
 
 @pytest.mark.parametrize("implementation", TESTED)
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(case=cases())
 def test_any_arguments_float32(implementation, case):
     _check(case, implementation, optimise=False)
