@@ -50,7 +50,8 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux) -> Attended:
     if inputs.sinks is not None:
         row_sum += jnp.exp(inputs.sinks.astype(scores.dtype)[:, None] - row_max)
     row_sum = jnp.where(sees_none, 1.0, row_sum)
-    weights = unnormalised / row_sum[..., None]
+    # A row that has seen a broken key has a sum of NaN; the keys that it does not see still weigh nothing.
+    weights = jnp.where(scores == -jnp.inf, 0.0, unnormalised / row_sum[..., None])
     lse = jnp.where(sees_none, -jnp.inf, row_max + jnp.log(row_sum))
 
     kept = weights

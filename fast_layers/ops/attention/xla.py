@@ -245,7 +245,7 @@ def _mask_scores(p: Problem, tiles: XlaTiles, tiled: _Tiled, scores: Array, i, j
     d_cap = None
     if p.softcap is not None:
         squashed = jnp.tanh(scores / p.softcap)
-        scores, d_cap = p.softcap * squashed, 1.0 - jnp.square(squashed)
+        scores, d_cap = p.softcap * squashed, (1.0 - squashed) * (1.0 + squashed)
     if tiled.bias is not None:
         scores += arrange(_logits_tile(tiled.bias, i, j, tiles).astype(scores.dtype))
     visible = _visible(tiles, tiled, i, j)
