@@ -10,6 +10,9 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     # The sharding tests need several devices; the others see only the first one.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
 
+# As many threads of XLA as `fast_layers.testing.simulate` needs; the other tests take as long as without.
+os.environ.setdefault("NPROC", "32")
+
 import hypothesis  # noqa: E402
 
 _COMMON = {

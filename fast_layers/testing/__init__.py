@@ -1,0 +1,24 @@
+"""Verification of GPU kernels on a machine without a GPU: `simulate` runs them, `compile_for` compiles them.
+
+Importing this module is light; each tool is loaded when it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fast_layers.testing.simulator import Simulation, SimulationError, simulate
+
+_HOME = {
+    "Simulation": "simulator",
+    "SimulationError": "simulator",
+    "simulate": "simulator",
+}
+
+__all__ = ["Simulation", "SimulationError", "simulate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,180 @@
+"""What the simulated GPU remembers beyond JAX's interpret mode, and what it found wrong.
+
+JAX's Mosaic-GPU interpret mode keeps one `GPUSharedMemory` for the kernel that runs. `Machine` is that, with the
+state of the operations that this package adds.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import callback
+from jax._src.pallas.mosaic.interpret import race_detection_state as base_race_detection
+from jax._src.pallas.mosaic.interpret import utils as interpret_utils
+from jax._src.pallas.mosaic_gpu import core as mosaic_core
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+from jax._src.pallas.mosaic_gpu.interpret import race_detection_state as gpu_race_detection
+
+# From jax 0.12 a detected race raises, and the last completions of a barrier may go unobserved.
+RACES_RAISE = "on_race" in gpu_race_detection.GPURaceDetectionState.__dataclass_fields__
+BARRIERS_MUST_BE_DRAINED = not hasattr(shared_memory, "BarrierReallocationChecker")
+
+# Each asynchronous operation ticks one of these, in turn. Two operations in flight on the same one cannot be told
+# apart, so there are many more than a kernel keeps in flight.
+NUM_ASYNC_CLOCKS = 64
+
+SMEM = shared_memory.get_memory_space_idx(mosaic_core.MemorySpace.SMEM)
+REGISTERS = shared_memory.get_memory_space_idx(mosaic_core.MemorySpace.REGS)
+
+Access = interpret_utils.Access
+Key = shared_memory.HostAllocationKey
+
+
+class Findings:
+    """Races, and the first error that stopped the kernel. Filled by many threads."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._races: list[str] = []
+        self.failure: BaseException | None = None
+
+    def add_race(self, message: str) -> None:
+        with self._lock:
+            self._races.append(_readable(message))
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.failure = self.failure or error
+
+    @property
+    def races(self) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(dict.fromkeys(self._races))
+
+
+class Machine(shared_memory.GPUSharedMemory):
+    """The simulated GPU: JAX's, plus warpgroup matmuls in flight and copies that a whole cluster makes together."""
+
+    findings: Findings  # a sub-class for each simulation sets it
+
+    def reset_per_cluster_state(self) -> None:
+        super().reset_per_cluster_state()
+        # Per warpgroup, oldest first: (clock at which the matmul is done, its accumulator).
+        self.wgmmas_in_flight = collections.defaultdict(collections.deque)
+        # Per barrier, per block: clocks of that block's finished shares of collective copies.
+        self.collective_shares = collections.defaultdict(lambda: collections.defaultdict(collections.deque))
+        self.collective_lock = threading.Lock()
+        # An atomic read-modify-write of global memory takes this.
+        self.reduction_lock = threading.Lock()
+
+    def set_failed(self, exception, failed_thread=None, top_level=True) -> None:
+        self.findings.fail(exception)
+        super().set_failed(exception, failed_thread, top_level)
+
+    def read(self, key: Key, access: Access, thread, logging_info=None) -> Any:
+        """What a buffer holds there. Out of bounds is an error."""
+        value, _, _ = self.get_buffer_content(key, access, thread, logging_info=logging_info)
+        if value is None or value.shape != access.shape:
+            raise IndexError(f"Out-of-bounds read of {key} at [{access}].")
+        return value
+
+    def async_clock(self, thread) -> Any:
+        """The clock of an asynchronous operation that `thread` starts now; None without race detection."""
+        if not self.detect_races:
+            return None
+        clock = self.incr_clock(thread)
+        clock.inc(self.get_next_tma_thread_id())
+        return clock
+
+
+class ForgivingBarrier(shared_memory.Barrier):
+    """For jax 0.11: the rule of 0.12, by which a kernel may end without observing a barrier's last completions."""
+
+    def deallocate(self) -> None:
+        with self.cv:
+            if self.ref_count == 1:
+                self.last_observed_phase_by_thread.clear()
+        super().deallocate()
+
+
+def _readable(race: str) -> str:
+    """JAX's report of a race with short names for memory and threads, and without the addresses of clocks."""
+    lines = (line.rstrip() for line in race.removeprefix("RACE DETECTED").splitlines())
+    text = "\n".join(line for line in lines if line and not line.lstrip().startswith("clock:"))
+
+    def memory(match: re.Match[str]) -> str:
+        space, block, buffer = match.groups()
+        return f"{list(mosaic_core.MemorySpace)[int(space)].name} buffer {buffer} of block {block}"
+
+    text = re.sub(r"HostAllocationKey\(memory_space_id=(\d+).*?block_id=(\d+).*?buffer_id=(-?\d+)\)", memory, text)
+    text = re.sub(r"slice\((\d+), (\d+), (?:1|None)\)", r"\1:\2", text)
+    return re.sub(
+        r"\w+\(device_id=0, cluster_id=0, block_id=(\d+), warpgroup_id=(\d+)", r"(block \1, warpgroup \2", text
+    )
+
+
+def machine() -> Machine:
+    """The machine that runs now."""
+    running = gpu_callbacks._get_shared_memory()
+    assert isinstance(running, Machine)
+    return running
+
+
+def machine_reporting_to(findings: Findings) -> type[Machine]:
+    return type("Machine", (Machine,), {"findings": findings})
+
+
+def races_reporting_to(findings: Findings) -> type[gpu_race_detection.GPURaceDetectionState]:
+    """The race detector, which writes each race down and lets the kernel go on."""
+
+    class RaceDetection(gpu_race_detection.GPURaceDetectionState):
+        def check_read(self, *args, **kwargs):
+            self._note(super().check_read, *args, **kwargs)
+
+        def check_write(self, *args, **kwargs):
+            self._note(super().check_write, *args, **kwargs)
+
+        def _note(self, check, *args, **kwargs):
+            try:
+                check(*args, **kwargs)
+            except RuntimeError as error:
+                if not str(error).startswith("RACE DETECTED"):
+                    raise
+                findings.add_race(str(error))
+
+    return RaceDetection
+
+
+def printing_modules() -> tuple[Any, ...]:
+    """The modules of jax 0.11 that print a race, having no other way to tell it."""
+    return () if RACES_RAISE else (base_race_detection, gpu_race_detection)
+
+
+def plain_transforms(transforms: Any) -> Any:
+    """A reference's transforms as Python numbers, without those that only say how the buffer is laid out."""
+    return jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+
+
+def in_block(key: Key, block: int) -> Key:
+    """The same allocation in another block of the cluster."""
+    return dataclasses.replace(key, block_id=block)
+
+
+def call_host(interpreter: Any, eqn: Any, fn: Callable[..., Any], token: Any, results: Any = None, **operands: Any):
+    """Run `fn` on the host, in order, as the interpreter's thread. Returns the token, and `results` if asked for."""
+    shapes = gpu_callbacks.TOKEN_SHAPE_DTYPE
+    return callback.io_callback(
+        functools.partial(gpu_callbacks.fail_on_exception(fn), source_info=eqn.source_info),
+        shapes if results is None else (shapes, results),
+        token=token,
+        mesh_location=interpreter.mesh_location,
+        thread=interpreter.thread,
+        **operands,
+    )

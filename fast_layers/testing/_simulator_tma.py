@@ -1,0 +1,183 @@
+"""Bulk copies (TMA) that interpret mode lacks: predicates, reductions, and copies that a cluster makes together."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fast_layers.testing._simulator_machine import Access, Key, in_block, machine, plain_transforms
+
+REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+def store(
+    *, token, mesh_location, thread, src, src_transforms, dst, dst_transforms, predicate, reduction, source_info=None
+):
+    """SMEM to GMEM, if the predicate holds."""
+    if predicate is not None and not bool(predicate):
+        return token
+    gpu, src_key, dst_key = machine(), Key.from_array(src), Key.from_array(dst)
+    task_type = gpu_callbacks.AsyncCopySmemToGmemTask if reduction is None else ReducingStore
+    task = task_type(
+        mesh_location,
+        thread,
+        src_key,
+        gpu.access(src_key, plain_transforms(src_transforms)),
+        dst_key,
+        gpu.access(dst_key, plain_transforms(dst_transforms)),
+        source_info,
+        gpu.incr_clock(thread) if gpu.detect_races else None,
+    )
+    if isinstance(task, ReducingStore):
+        assert reduction is not None
+        task.reduction = reduction
+    gpu.execute_async_task(task)
+    return token
+
+
+def load(
+    *, token, mesh_location, thread, src, src_transforms, dst, dst_transforms, barrier, predicate, group, partition,
+    source_info=None,
+):  # fmt: skip
+    """GMEM to SMEM, if the predicate holds; `group` are the blocks that copy together, or None."""
+    if predicate is not None and not bool(predicate):
+        return token
+    gpu = machine()
+    src_key, dst_key, barrier_key = Key.from_array(src), Key.from_array(dst), Key.from_array(barrier)
+    src_access = gpu.access(src_key, plain_transforms(src_transforms))
+    dst_access = gpu.access(dst_key, plain_transforms(dst_transforms))
+    blocks = () if group is None else blocks_together(mesh_location, *group)
+    if isinstance(partition, plgpu.CopyPartition.PARTITIONED):
+        src_access = _share_of(src_access, partition.axis, blocks.index(thread.block_id), len(blocks))
+    task_type = CollectiveLoad if blocks else gpu_callbacks.AsyncCopyGmemToSmemTask
+    clock = gpu.incr_clock(thread) if gpu.detect_races else None
+    task = task_type(
+        mesh_location, thread, src_key, src_access, dst_key, dst_access, barrier_key, source_info, clock
+    )  # fmt: skip
+    if isinstance(task, CollectiveLoad):
+        task.blocks, task.barrier_key, task.multicast = blocks, barrier_key, partition is None
+    gpu.execute_async_task(task)
+    return token
+
+
+def blocks_together(mesh_location: Any, cluster_dims: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Blocks of the cluster that differ from this one along `axes` only, the leader first."""
+    coords = [tuple(int(i) for i in mesh_location.block_coords)]
+    for axis in axes:
+        coords = [(*c[:axis], i, *c[axis + 1 :]) for c in coords for i in range(cluster_dims[axis])]
+    return tuple(int(np.ravel_multi_index(c, cluster_dims)) for c in coords)
+
+
+class ReducingStore(gpu_callbacks.AsyncCopySmemToGmemTask):
+    """Combines with what global memory holds.
+
+    Reductions commute, so two of them do not race. Each counts as a read of its target, which races with plain
+    writes; a plain read that is not ordered after the reduction goes unseen.
+    """
+
+    reduction: str
+
+    def post_read(self, tma_thread_id, shared_memory):
+        if shared_memory.detect_races:
+            assert self.clock is not None
+            self.clock.inc(tma_thread_id)
+            self.write_clock = self.clock.copy()
+            gpu_callbacks.get_races().check_read(
+                self.thread,
+                self.write_clock.async_smem_clock,
+                self.dst_allocation_key,
+                self.dst_access,
+                source_info=self.source_info,
+            )
+
+    def __call__(self, tma_thread_id):
+        gpu = machine()
+        self.pre_read(tma_thread_id, gpu)
+        value = gpu.read(self.src_allocation_key, self.src_access, self.thread, self.logging_info)
+        self.post_read(tma_thread_id, gpu)
+        shape = tuple(gpu.buffer_shape_and_dtype(self.dst_allocation_key).shape)
+        inside = gpu_callbacks._clip_store_to_shape(self.dst_access, value, shape)
+        if inside is not None:
+            access, value = inside
+            with gpu.reduction_lock:
+                old = gpu.read(self.dst_allocation_key, access, self.thread, self.logging_info)
+                new = REDUCTIONS[self.reduction](old, value).astype(old.dtype)
+                gpu.store_buffer_content(
+                    self.dst_allocation_key, access, new, self.thread, logging_info=self.logging_info
+                )
+        self.post_write(tma_thread_id, gpu)
+
+
+class CollectiveLoad(gpu_callbacks.AsyncCopyGmemToSmemTask):
+    """One block's share of a copy that several blocks make together.
+
+    In a multicast every block writes its share into the shared memory of all, and every block's barrier completes
+    once all shares are there. Otherwise each fills its own shared memory, and only the leader's barrier completes.
+    """
+
+    blocks: tuple[int, ...]
+    barrier_key: Key
+    multicast: bool
+
+    def post_read(self, tma_thread_id, shared_memory):
+        if not self.multicast or not shared_memory.detect_races:
+            super().post_read(tma_thread_id, shared_memory)
+            return
+        assert self.clock is not None
+        self.clock.inc(tma_thread_id)
+        share = _first_divisible_share(self.dst_access, self.blocks.index(self.thread.block_id), len(self.blocks))
+        for block in self.blocks:
+            gpu_callbacks.get_races().check_write(
+                self.thread,
+                self.clock.async_smem_clock.copy(),
+                in_block(self.dst_allocation_key, block),
+                share,
+                source_info=self.source_info,
+            )
+
+    def post_write(self, tma_thread_id, shared_memory):
+        gpu = machine()
+        for block in self.blocks if self.multicast else self.blocks[:1]:
+            barrier_key = in_block(self.barrier_key, block)
+            with gpu.collective_lock:
+                shares = gpu.collective_shares[barrier_key]
+                shares[self.thread.block_id].append(None if self.clock is None else self.clock.copy())
+                if not all(shares[peer] for peer in self.blocks):
+                    continue
+                clocks = [shares[peer].popleft() for peer in self.blocks]
+                merged = clocks[0]
+                if merged is not None:
+                    for clock in clocks[1:]:
+                        merged.update(clock)
+                gpu.get_barrier(barrier_key).arrive(self.thread, merged, self.logging_info)
+
+
+def _first_divisible_share(access: Access, index: int, count: int) -> Access:
+    """A block's share of a multicast: the hardware splits along the first axis that divides evenly."""
+    for axis, window in enumerate(w for w in access.range if isinstance(w, slice)):
+        if (window.stop - window.start) % count == 0:
+            return _share_of(access, axis, index, count)
+    raise ValueError(f"a multicast to {count} blocks: no axis of [{access}] is divisible by {count}")
+
+
+def _share_of(access: Access, axis: int, index: int, count: int) -> Access:
+    """Part `index` of `count` along `axis`, counted among the axes that the access keeps."""
+    kept = [i for i, window in enumerate(access.range) if isinstance(window, slice)]
+    window = access.range[kept[axis]]
+    assert isinstance(window, slice)
+    size = math.ceil((window.stop - window.start) / count)
+    start = window.start + index * size
+    windows = list(access.range)
+    windows[kept[axis]] = slice(start, start + size, 1)
+    return Access(tuple(windows), access.permutation)

@@ -1,0 +1,167 @@
+"""Run Pallas Mosaic-GPU kernels on the CPU, with every data race between their threads found."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fast_layers.testing import _simulator_machine as machine
+from fast_layers.testing._simulator_extension import extended_interpret_mode
+
+# A simulated thread occupies a thread of XLA:CPU's pool while it waits; two blocks of three warpgroups with their
+# warps are 30.
+POOL_THREADS = 32
+
+# After the timeout, waiting threads are told to stop; a process that has not stopped this much later is ended.
+_GRACE_SECONDS = 60.0
+
+_one_at_a_time = threading.Lock()
+
+
+class SimulationError(RuntimeError):
+    """A simulated kernel raced, broke a rule of the hardware, or did not end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What came of running a function on the simulated GPU.
+
+    Attributes:
+      races: one text for each pair of accesses that nothing orders, with both places in the source.
+      failure: why the kernel stopped before its end, or None: a deadlock, an access out of bounds, a barrier
+        misused, a store still in flight at the end.
+      seconds: wall time.
+    """
+
+    races: tuple[str, ...]
+    failure: str | None
+    seconds: float
+    _outputs: Any = dataclasses.field(repr=False)
+
+    @property
+    def races_found(self) -> bool:
+        return bool(self.races)
+
+    @property
+    def faulty(self) -> bool:
+        """A race or a failure."""
+        return bool(self.races) or self.failure is not None
+
+    @property
+    def outputs(self) -> Any:
+        """The function's result. Raises SimulationError if the kernel did not end; races do not raise."""
+        if self.failure is not None:
+            raise SimulationError(self.report())
+        return self._outputs
+
+    def check(self) -> Any:
+        """The function's result. Raises SimulationError for any fault."""
+        if self.faulty:
+            raise SimulationError(self.report())
+        return self._outputs
+
+    def report(self) -> str:
+        """The faults, to be read."""
+        parts = [] if self.failure is None else [f"The kernel did not end: {self.failure}"]
+        if self.races:
+            parts.append(
+                f"Accesses that nothing orders: {len(self.races)}{'; the first 3' if len(self.races) > 3 else ''}"
+            )
+        return "\n".join([*parts, *self.races[:3]]) or "No fault was found."
+
+
+def simulate(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, detect_races: bool = True) -> Simulation:
+    """Run `fn(*args)` with its Pallas Mosaic-GPU kernels simulated on the CPU.
+
+    Kernels run thread by thread with asynchronous copies and matmuls, barriers, clusters and the memories of Hopper
+    and Blackwell; memory starts as NaN. Not simulated: register layouts and counts, speed, approximate maths, more
+    than one cluster at a time, and `inline_mgpu` (left out where it returns nothing).
+
+        sim = simulate(my_kernel, a, b)
+        np.testing.assert_allclose(sim.check(), a @ b, rtol=1e-5)
+
+    Args:
+      fn: a function of arrays that calls kernels made by `plgpu.kernel`; traced anew in each call.
+      args: its arguments. Keep shapes small (a step of two warpgroups takes about 20 ms), but let every ring of
+        buffers go round at least three times.
+      timeout: seconds until a kernel that has not ended is stopped, which is how a deadlock shows.
+      detect_races: look for races; without it kernels run faster.
+
+    Raises:
+      ValueError: if XLA:CPU has too few threads to run the kernel's; see NPROC below.
+
+    XLA:CPU makes as many threads as there are cores, or as the environment variable NPROC says when jax starts. Set
+    NPROC=32 before jax is imported. One simulation runs at a time.
+    """
+    _check_pool()
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout!r}: must be a positive number of seconds")
+    findings = machine.Findings()
+    params = plgpu.InterpretGPUParams(
+        detect_races=detect_races,
+        inline_mgpu="ignore",
+        num_tma_threads_per_device=machine.NUM_ASYNC_CLOCKS,
+    )
+    started = time.monotonic()
+    outputs = None
+    with _one_at_a_time, extended_interpret_mode(findings), _watchdog(timeout):
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+        try:
+            with plgpu.force_gpu_interpret_mode(params):
+                # A new function, so that nothing traced outside of the simulator is taken from a cache.
+                outputs = jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*args))
+        except jax.errors.JaxRuntimeError as error:
+            findings.fail(error)
+        finally:
+            gpu_callbacks.reset_gpu_interpret_mode_state()
+    failure = None if findings.failure is None else _first_words(findings.failure)
+    return Simulation(findings.races, failure, time.monotonic() - started, outputs)
+
+
+def _check_pool() -> None:
+    asked = os.environ.get("NPROC", "")
+    threads = int(asked) if asked.isdecimal() else os.cpu_count() or 1
+    if threads < POOL_THREADS:
+        raise ValueError(
+            f"NPROC={asked or 'unset'} and {os.cpu_count()} cores: simulated threads wait for one another, and need "
+            f"{POOL_THREADS} threads of XLA. Set NPROC={POOL_THREADS} in the environment before jax is imported "
+            f"(NPROC={POOL_THREADS} pytest ..., or os.environ at the top of conftest.py)."
+        )
+
+
+@contextlib.contextmanager
+def _watchdog(timeout: float) -> Iterator[None]:
+    """Stops the kernel after `timeout`; ends the process, with all stacks on stderr, if that does not help."""
+
+    def stop() -> None:
+        running = gpu_callbacks._shared_memory
+        if running is not None:
+            running.set_failed(
+                TimeoutError(f"not done after {timeout:g} s: a deadlock, or more work than the timeout allows"),
+                top_level=False,
+            )
+
+    timer = threading.Timer(timeout, stop)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(timeout + _GRACE_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _first_words(error: BaseException) -> str:
+    """The message, without the stacks that XLA puts into it."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
