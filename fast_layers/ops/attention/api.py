@@ -127,6 +127,7 @@ def dot_product_attention(
         broadcast_dropout=broadcast_dropout,
         precision=precision,
     )
+    options = dataclasses.replace(options, lse_returned=return_residual)
     out, lse = sharding.per_shard(functools.partial(_choose_and_run, options, implementation), inputs, aux)
     out = out.reshape(*batch, *out.shape[1:])
     if not return_residual:
@@ -161,6 +162,7 @@ class _Options:
     softcap: float | None
     dropout_rate: float
     precision: Any
+    lse_returned: bool = False
 
     def problem(self, inputs: Inputs, aux: Aux) -> Problem:
         batch, q_len, heads, qk_dim = inputs.query.shape
@@ -176,6 +178,7 @@ class _Options:
             dtype=inputs.query.dtype,
             mask=MaskFacts.of(aux.mask),
             bias=None if inputs.bias is None else inputs.bias.shape,
+            bias_dtype=None if inputs.bias is None else inputs.bias.dtype,
             sinks=inputs.sinks is not None,
             **dataclasses.asdict(self),
         )

@@ -48,13 +48,15 @@ def _tightest(pick, a, b):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["start", "stop", "query_segments", "key_segments", "dense"],
-    meta_fields=["band"],
+    meta_fields=["band", "lengths_only"],
 )
 @dataclasses.dataclass(frozen=True)
 class MaskForm:
     """What a conjunction of masks reduces to. A part that is None allows everything.
 
     A key is visible if it lies in the static band, in [start, stop), in the row's segment, and where dense is True.
+    `lengths_only` says what `stop` cannot show statically: that it holds nothing but one number of keys per example,
+    and 0 past a number of queries (there is no `start` then).
     """
 
     band: Band | None = None
@@ -63,6 +65,7 @@ class MaskForm:
     query_segments: Int[Array, "B|1 T"] | None = None
     key_segments: Int[Array, "B|1 S"] | None = None
     dense: Bool[Array, "B|1 N|1 T|1 S|1"] | None = None
+    lengths_only: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -86,6 +89,10 @@ class MaskForm:
             query_segments=same_query,
             key_segments=same_key,
             dense=_both(operator.and_, self.dense, other.dense),
+            lengths_only=all(
+                form.lengths_only for form in (self, other) if form.start is not None or form.stop is not None
+            )
+            and not (self.stop is None and other.stop is None),
         )
 
     def intervals(self, q_len: int, kv_len: int):
@@ -290,7 +297,7 @@ class KeyLengths(Mask):
 
     def lower(self, batch, q_len, kv_len, q_offset=0):
         lengths = _per_example("key lengths", self.lengths, batch)
-        return MaskForm(stop=jnp.broadcast_to(lengths, (lengths.shape[0], q_len)))
+        return MaskForm(stop=jnp.broadcast_to(lengths, (lengths.shape[0], q_len)), lengths_only=True)
 
 
 @_mask(data=["lengths"])
@@ -302,7 +309,7 @@ class QueryLengths(Mask):
     def lower(self, batch, q_len, kv_len, q_offset=0):
         lengths = _per_example("query lengths", self.lengths, batch)
         real = jnp.arange(q_len, dtype=jnp.int32)[None] < lengths
-        return MaskForm(stop=jnp.where(real, kv_len, 0).astype(jnp.int32))
+        return MaskForm(stop=jnp.where(real, kv_len, 0).astype(jnp.int32), lengths_only=True)
 
 
 @_mask(data=["lengths"])

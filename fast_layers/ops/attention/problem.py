@@ -22,6 +22,7 @@ class MaskFacts:
 
     band: Band | None = None
     interval_arrays: bool = False
+    lengths_only: bool = False
     segments: bool = False
     dense: tuple[int, ...] | None = None
 
@@ -30,6 +31,7 @@ class MaskFacts:
         return cls(
             band=form.band,
             interval_arrays=form.start is not None or form.stop is not None,
+            lengths_only=form.lengths_only,
             segments=form.query_segments is not None,
             dense=None if form.dense is None else form.dense.shape,
         )
@@ -40,7 +42,7 @@ class MaskFacts:
             parts.append(f"band [{_bound(self.band.low)}, {_bound(self.band.high)}]")
         parts += [name for name, present in (("segments", self.segments),) if present]
         if self.interval_arrays and not self.segments:
-            parts.append("intervals")
+            parts.append("lengths" if self.lengths_only else "intervals")
         if self.dense is not None:
             parts.append(f"dense {list(self.dense)}")
         return " & ".join(parts) or "none"
@@ -70,6 +72,8 @@ class Problem:
     sinks: bool = False
     dropout_rate: float = 0.0
     precision: Any = None
+    lse_returned: bool = False
+    """Whether the caller gets lse, and so may differentiate it. A backward pass may rely on d_lse = 0 if not."""
 
     @property
     def group(self) -> int:
@@ -92,6 +96,7 @@ class Problem:
             *([f"softcap {self.softcap:g}"] if self.softcap else []),
             *(["sinks"] if self.sinks else []),
             *([f"dropout {self.dropout_rate:g}"] if self.dropout_rate else []),
+            *(["lse returned"] if self.lse_returned else []),
         ]
         return ", ".join(facts)
 

@@ -142,7 +142,7 @@ BAD = {
         {"dropout_rate": 0.5},
         ["dropout_rng is required", "rate=0.5", "jax.random.key(0)"],
     ),
-    "backend": ({"implementation": "cudnn"}, ["implementation 'cudnn' is unknown", "xla, reference"]),
+    "backend": ({"implementation": "flash"}, ["implementation 'flash' is unknown", "xla, reference"]),
 }
 
 
