@@ -7,15 +7,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fast_layers.testing.parity import ParityTable, check_parity
     from fast_layers.testing.simulator import Simulation, SimulationError, simulate
 
 _HOME = {
+    "ParityTable": "parity",
+    "check_parity": "parity",
     "Simulation": "simulator",
     "SimulationError": "simulator",
     "simulate": "simulator",
 }
 
-__all__ = ["Simulation", "SimulationError", "simulate"]
+__all__ = ["ParityTable", "Simulation", "SimulationError", "check_parity", "simulate"]
 
 
 def __getattr__(name: str) -> Any:
