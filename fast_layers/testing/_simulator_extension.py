@@ -71,7 +71,7 @@ class Interpreter(jaxpr_interpret.JaxprInterpreter):
 
     def _group(self, axes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Cluster dimensions and indices of the collective axes."""
-        if axes is None:
+        if not axes:
             return None
         names = (axes,) if isinstance(axes, str) else axes
         assert self.mesh is not None

@@ -1,0 +1,144 @@
+"""The simulator computes what numpy does, finds nothing wrong with healthy kernels, and every planted fault."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fast_layers.testing import Simulation, SimulationError, simulate
+from tests.simulator import kernels
+
+pytestmark = pytest.mark.simulator
+
+STEPS = 3 * kernels.SLOTS  # every ring goes round three times
+
+
+def numbers(*shape: int, seed: int = 0, dtype=jnp.bfloat16) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def as_float(*arrays) -> list[np.ndarray]:
+    return [np.asarray(x, np.float32) for x in arrays]
+
+
+def run_matmul(fault=None, **options) -> tuple[Simulation, np.ndarray]:
+    a, b = numbers(128, STEPS * 64), numbers(STEPS * 64, 64, seed=1)
+    wanted = np.matmul(*as_float(a, b))
+    return simulate(lambda a, b: kernels.matmul(a, b, fault=fault), a, b, **options), wanted
+
+
+def run_discounted_sum(fault=None, form="stored") -> tuple[Simulation, np.ndarray]:
+    a, b = numbers(64, STEPS * 64), numbers(STEPS * 64, 64, seed=1)
+    wanted = np.zeros((64, 64), np.float32)
+    for step in range(STEPS):
+        k = slice(step * 64, (step + 1) * 64)
+        wanted = wanted / 2 + np.matmul(*as_float(a[:, k], b[k]))
+    return simulate(lambda a, b: kernels.discounted_sum(a, b, form=form, fault=fault), a, b), wanted
+
+
+def run_add_rows(fault=None) -> tuple[Simulation, np.ndarray]:
+    x = numbers(4, 8, 128, dtype=jnp.float32)
+    return simulate(lambda x: kernels.add_rows(x, fault=fault), x), np.asarray(x)[::2].sum(0)
+
+
+def run_multicast(fault=None) -> tuple[Simulation, np.ndarray]:
+    x = numbers(STEPS * 16, 128, dtype=jnp.float32)
+    return simulate(lambda x: kernels.multicast(x, fault=fault), x), np.stack([x, 2 * x])
+
+
+def run_two_block_matmul(fault=None) -> tuple[Simulation, np.ndarray]:
+    a, b = numbers(256, STEPS * 64), numbers(STEPS * 64, 128, seed=1)
+    wanted = np.matmul(*as_float(a, b))
+    return simulate(lambda a, b: kernels.two_block_matmul(a, b, fault=fault), a, b), wanted
+
+
+HEALTHY = {
+    "matmul": run_matmul,
+    "accumulator stored": run_discounted_sum,
+    "accumulator carried": lambda: run_discounted_sum(form="carried"),
+    "reduction": run_add_rows,
+    "multicast": run_multicast,
+    "two blocks": run_two_block_matmul,
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_kernel(name):
+    sim, wanted = HEALTHY[name]()
+    out = np.asarray(sim.check(), np.float32)
+    np.testing.assert_allclose(out, wanted, rtol=1e-2, atol=1e-2)
+    assert sim.report() == "No fault was found."
+
+
+# A race is two accesses that nothing orders, whichever comes first in this run.
+RACES = [
+    (run_matmul, "slot not awaited"),
+    (run_matmul, "load not awaited"),
+    (run_matmul, "slot freed in flight"),
+    (run_matmul, "store not committed"),
+    (run_matmul, "wrong slot"),
+    (run_discounted_sum, "accumulator stored in flight"),
+    (run_discounted_sum, "slot refilled in flight"),
+    (run_add_rows, "zeros not awaited"),
+    (run_add_rows, "plain store"),
+    (run_multicast, "only own block awaited"),
+    (run_two_block_matmul, "slot not awaited"),
+    (run_two_block_matmul, "load not awaited"),
+    (run_two_block_matmul, "matmul not awaited"),
+]
+
+
+@pytest.mark.parametrize(("run", "fault"), RACES, ids=lambda x: getattr(x, "__name__", x))
+def test_planted_race_is_found(run, fault):
+    sim, _ = run(fault)
+    assert sim.races_found
+    assert sim.faulty
+    assert "kernels.py" in sim.races[0]
+    with pytest.raises(SimulationError, match="nothing orders"):
+        sim.check()
+
+
+def test_races_do_not_hide_the_result():
+    sim, wanted = run_matmul("slot freed in flight")
+    np.testing.assert_allclose(sim.outputs, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_store_in_flight_at_the_end():
+    sim, _ = run_matmul("store not awaited")
+    assert "Not all copy_smem_to_gmem" in (sim.failure or "")
+    with pytest.raises(SimulationError, match="did not end"):
+        _ = sim.outputs
+
+
+def test_deadlock_ends_at_the_timeout_and_leaves_the_simulator_usable():
+    sim, _ = run_matmul("slot never freed", timeout=2.0)
+    assert "not done after 2 s" in (sim.failure or "")
+    assert 2.0 <= sim.seconds < 30.0
+    sim, wanted = run_matmul()
+    np.testing.assert_allclose(sim.check(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_without_race_detection():
+    sim, wanted = run_matmul("slot freed in flight", detect_races=False)
+    np.testing.assert_allclose(sim.check(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_errors_of_the_function_are_its_own():
+    def refuses(x):
+        raise ValueError(f"{x.shape=} is refused")
+
+    with pytest.raises(ValueError, match="is refused"):
+        simulate(refuses, numbers(8, 8))
+
+
+def test_too_few_threads(monkeypatch):
+    monkeypatch.setenv("NPROC", "2")
+    with pytest.raises(ValueError, match="NPROC=32 in the environment before jax"):
+        simulate(lambda x: x, numbers(8, 8))
+
+
+def test_timeout_must_be_positive():
+    with pytest.raises(ValueError, match="timeout=0: must be a positive number"):
+        simulate(lambda x: x, numbers(8, 8), timeout=0)
