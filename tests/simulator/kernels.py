@@ -260,7 +260,7 @@ def multicast(x: jax.Array, *, fault: str | None = None) -> jax.Array:
 
 
 def two_block_matmul(a: jax.Array, b: jax.Array, *, fault: str | None = None) -> jax.Array:
-    """a @ b on Blackwell for a of [256, K], b of [K, 128]: each of two blocks holds half of the rows and of the columns."""
+    """a @ b on Blackwell for a [256, K] and b [K, 128]; each of two blocks holds half of A's rows and B's columns."""
     rows, columns = 128, 128
     steps = a.shape[1] // TILE
 
