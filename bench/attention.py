@@ -1,148 +1,309 @@
-"""Attention against its peers in one run: forward, and forward with backward.
+"""Attention against its peers in one run: forward and backward, each timed alone.
 
+    python -m bench attention --quick --out bench/results/h200
     uv run bench/attention.py --out bench/results/cpu/attention.json
 
-Each case is compiled, run once, then timed `--repeats` times, the competitors taking turns so that drift hits all
+Everything that the machine has takes part (see `bench/peers.py`), the peers taking turns so that drift hits all
 alike; the median counts. fast_layers runs twice (the second as "again"): their distance is the noise of the run.
-Inputs are random normal. A peer that needs more memory than the machine has free is left out, with the reason.
+Inputs are random normal; where they would fit the cache there are several sets. A peer that cannot run a case is
+listed with its reason, one whose values lie off the others' is marked and not counted. `--out` is a folder for
+attention.json, bars.png and roofline.png, or the name of the JSON file; it is rewritten after each cell.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
-import json
+import itertools
 import os
-import platform
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
 
-import fast_layers
+from bench import cases as cases_
+from bench import peers as peers_
+from bench import programs, timing
+from bench.cases import Case, Pass
+from bench.peers import Peer
+from bench.report import Cell, Report, Row, environment, shorten
 
-PEERS: dict[str, Callable] = {
-    "fast_layers": fast_layers.dot_product_attention,
-    "jax.nn": jax.nn.dot_product_attention,
-    "again": fast_layers.dot_product_attention,
-}
+JSON_NAME = "attention.json"
+CACHE_BYTES = 150e6
+"""Input sets together exceed this, several times the L2 of a Hopper GPU (50 MB)."""
+MOST_SETS = 16
+SLOW_SECONDS = 1.0
+"""A call slower than this is timed once."""
+MEMORY_SHARE = 0.85
 
 
-def make_passes(attend: Callable, causal: bool) -> dict[str, Callable]:
-    def forward(q, k, v, weights):
-        return attend(q, k, v, is_causal=causal)
+class Clock:
+    """When to stop."""
 
-    def loss(q, k, v, weights):
-        return (attend(q, k, v, is_causal=causal).astype(jnp.float32) * weights).sum()
+    def __init__(self, limit: float | None):
+        self.started, self.limit = time.monotonic(), limit
 
-    return {"forward": forward, "forward+backward": jax.grad(loss, (0, 1, 2))}
+    @property
+    def left(self) -> float:
+        return float("inf") if self.limit is None else self.limit - (time.monotonic() - self.started)
+
+
+class DeviceLost(RuntimeError):
+    """After a peer's failure the device answers nobody any more."""
 
 
 def bytes_free() -> int:
-    device = jax.devices()[0]
-    stats = device.memory_stats() or {}
+    stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def seconds(run: Callable, inputs) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run(*inputs))
-    return time.perf_counter() - start
+def attempt(do: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(result, None), or (None, the reason). A peer may fail in any way, and that must not end the run."""
+    try:
+        return do(), None
+    except Exception as error:
+        text = " ".join(str(error).split()) or "no message"
+        return None, shorten(f"{type(error).__name__}: {text}", 800)
 
 
-def measure_case(length: int, heads: int, depth: int, dtype: str, causal: bool, repeats: int) -> list[dict]:
-    keys = jax.random.split(jax.random.key(0), 4)
-    inputs = [jax.random.normal(key, (1, length, heads, depth), dtype) for key in keys]
-    rows = []
-    for pass_ in ("forward", "forward+backward"):
-        runs, refused, temp_bytes = {}, {}, {}
-        for name, attend in PEERS.items():
-            compiled = jax.jit(make_passes(attend, causal)[pass_]).lower(*inputs).compile()
-            analysis = compiled.memory_analysis()
-            assert analysis is not None, "this backend of JAX does not report memory"
-            temp_bytes[name] = analysis.temp_size_in_bytes
-            if temp_bytes[name] > 0.8 * bytes_free():
-                refused[name] = f"needs {temp_bytes[name] / 2**30:.1f} GiB, free {bytes_free() / 2**30:.1f} GiB"
+def check_device(row: Row) -> None:
+    """After a failure: an illegal access, for one, leaves the process without a device."""
+    _, reason = attempt(lambda: jax.block_until_ready(jnp.ones(8) + 1))
+    if reason:
+        raise DeviceLost(f"{reason}; it was lost by {row.name}, {row.case} {row.pass_}: {row.refused}")
+
+
+def build_all(
+    cells: list[tuple[Case, Pass]], peers: list[Peer], jobs: int, clock: Clock
+) -> dict[tuple[Case, Pass, str], tuple[Any, str | None]]:
+    """Trace and compile, `jobs` at a time: (program, None) or (None, reason) for each cell and peer."""
+
+    def build(case: Case, pass_: Pass, peer: Peer) -> tuple[Any, str | None]:
+        reason, failure = attempt(lambda: peer.refuses(case, pass_))
+        reason = reason or failure
+        return (None, reason) if reason else attempt(lambda: programs.build(peer, case, pass_))
+
+    wanted: list[tuple[Case, Pass, Peer]] = [
+        (case, pass_, peer) for case, pass_ in cells for peer in peers if peer.twin_of is None
+    ]
+    pool = concurrent.futures.ThreadPoolExecutor(jobs)
+    futures: dict[tuple[Case, Pass, str], concurrent.futures.Future] = {}
+    for case, pass_, peer in wanted:
+        futures[case, pass_, peer.name] = pool.submit(build, case, pass_, peer)
+    built: dict[tuple[Case, Pass, str], tuple[Any, str | None]] = {}
+    for at, future in futures.items():
+        try:
+            built[at] = future.result(None if clock.limit is None else max(0.0, clock.left))
+        except concurrent.futures.TimeoutError:
+            built[at] = None, "not reached: the time limit came while it was compiled"
+    pool.shutdown(wait=False, cancel_futures=True)
+    return built
+
+
+def measure_cell(
+    case: Case, pass_: Pass, peers: list[Peer], built: dict, rounds: int, watch: timing.Stopwatch, clock: Clock
+) -> Cell:
+    rows = {peer.name: Row.of(case, pass_, peer.name, peer.ours) for peer in peers}
+    cell = Cell(list(rows.values()))
+    contenders: dict[str, programs.Contender] = {}
+    yardstick: list[jax.Array] = []
+    inputs, reason = attempt(lambda: input_sets(case))
+    extras = {name: jnp.asarray(x) for name, x in peers_.extras_of(case).items()}
+
+    def enter(program) -> tuple[programs.Contender, float]:
+        nonlocal yardstick
+        contender, results = programs.enter(program, inputs, extras, watch)
+        yardstick = yardstick or results
+        return contender, programs.distance(case, results, yardstick)
+
+    for peer in peers:
+        row = rows[peer.name]
+        program, row.refused = built[case, pass_, peer.twin_of or peer.name]
+        row.refused = row.refused or reason
+        if row.refused:
+            continue
+        row.temp_bytes = temp_bytes = program.temp_bytes
+        if temp_bytes > MEMORY_SHARE * bytes_free():
+            row.refused = f"needs {temp_bytes / 2**30:.1f} GiB, free are {bytes_free() / 2**30:.1f} GiB"
+            continue
+        if clock.left <= 0:
+            row.refused = "not reached: the time limit"
+            continue
+        if peer.name in ("fast_layers", "again"):
+            row.backend = peers_.automatic_backend(case, pass_)
+        entered, row.refused = attempt(lambda p=program: enter(p))
+        if row.refused:
+            check_device(row)
+            continue
+        contenders[peer.name], row.distance = entered
+    for turn in range(rounds):
+        for name, contender in contenders.items():
+            if rows[name].refused or (turn and (contender.roughly > SLOW_SECONDS or clock.left <= 0)):
                 continue
-            jax.block_until_ready(compiled(*inputs))
-            runs[name] = compiled
-        taken = {name: [] for name in runs}
-        for _ in range(repeats):
-            for name, run in runs.items():
-                taken[name].append(seconds(run, inputs))
-        for name in PEERS:
-            rows.append(
-                {
-                    "length": length,
-                    "heads": heads,
-                    "depth": depth,
-                    "dtype": dtype,
-                    "causal": causal,
-                    "pass": pass_,
-                    "name": name,
-                    "seconds": statistics.median(taken[name]) if name in taken else None,
-                    "refused": refused.get(name),
-                    "temp_bytes": temp_bytes[name],
-                }
-            )
-    return rows
+            _, rows[name].refused = attempt(contender.measure)
+            if rows[name].refused:
+                check_device(rows[name])
+    for name, contender in contenders.items():
+        if contender.taken and not rows[name].refused:
+            rows[name].time(contender.taken)
+            rows[name].method = contender.method
+    return cell
 
 
-def show(rows: list[dict]) -> None:
-    table = Table("T", "heads", "mask", "pass", "name", "ms", "temp MiB", "fast_layers is faster by")
-    base = {key(row): row["seconds"] for row in rows if row["name"] == "fast_layers"}
-    for row in rows:
-        mine, theirs = base[key(row)], row["seconds"]
-        table.add_row(
-            str(row["length"]),
-            str(row["heads"]),
-            "causal" if row["causal"] else "full",
-            row["pass"],
-            row["name"],
-            row["refused"] or f"{1e3 * theirs:.0f}",
-            f"{row['temp_bytes'] / 2**20:.0f}",
-            f"{theirs / mine:.2f}x" if theirs and mine else "-",
-        )
-    Console().print(table)
+def input_sets(case: Case) -> list[list[jax.Array]]:
+    sets = 1
+    if timing.on_gpu():
+        sets = int(min(MOST_SETS, max(1, -(-CACHE_BYTES // case.bytes("forward")))))
+    needed = sets * case.bytes("forward")
+    if needed > MEMORY_SHARE * bytes_free():
+        raise MemoryError(f"the inputs need {needed / 2**30:.1f} GiB, free are {bytes_free() / 2**30:.1f} GiB")
+    return [peers_.make_inputs(case, seed) for seed in range(sets)]
 
 
-def key(row: dict) -> tuple:
-    return row["length"], row["heads"], row["causal"], row["pass"]
+def measure_roofs(watch: timing.Stopwatch) -> dict[str, float]:
+    """A large matmul in bfloat16, and a large elementwise kernel that reads and writes each byte once."""
+    size, words = (8192, 2**29) if timing.on_gpu() else (512, 2**22)
+    a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
+    x = jnp.arange(words, dtype=jnp.int32)
+    best = {}
+    for name, call, arguments in (("matmul", jnp.matmul, (a, b)), ("copy", lambda x: x ^ 1, (x,))):
+        compiled = jax.jit(call).lower(*arguments).compile()
+        roughly = watch.warm_up(compiled, [arguments])
+        taken = [each for _ in range(3) for each in watch.seconds(compiled, [arguments], roughly)[0]]
+        best[name] = sorted(taken)[len(taken) // 2]
+    return {"matmul TFLOP/s": 2 * size**3 * 1e-12 / best["matmul"], "copy GB/s": 2 * 4 * words * 1e-9 / best["copy"]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", nargs="+", default=["4096x8", "16384x2"], help="sequence length x heads")
-    parser.add_argument("--depth", type=int, default=64)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the results here as JSON")
-    args = parser.parse_args()
-    rows = []
-    for case in args.cases:
-        length, heads = (int(part) for part in case.split("x"))
-        for causal in (False, True):
-            rows += measure_case(length, heads, args.depth, args.dtype, causal, args.repeats)
-            show(rows[-2 * len(PEERS) :])
-    if args.out:
-        report = {
-            "command": f"bench/attention.py {' '.join(sys.argv[1:])}",
-            "date": datetime.date.today().isoformat(),
-            "device": jax.devices()[0].device_kind,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "versions": {"jax": jax.__version__, "fast_layers": fast_layers.__version__},
-            "rows": rows,
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+def run(
+    cases: Iterable[Case],
+    peers: list[Peer],
+    report: Report,
+    *,
+    passes: Sequence[str] = ("forward", "backward", "forward+backward"),
+    rounds: int = 3,
+    jobs: int = 1,
+    clock: Clock | None = None,
+    say: Callable[[str], None] = print,
+) -> Report:
+    """Measure; `report` is filled, and written after each cell."""
+    clock = clock or Clock(None)
+    watch = timing.Stopwatch()
+    report.roofs = measure_roofs(watch)
+    cells: list[tuple[Case, Pass]] = [(case, pass_) for case in cases for pass_ in case.passes if pass_ in passes]
+    # As many cells at a time as keep the compiling threads busy: nothing compiles while something is timed.
+    chunk = max(1, 2 * jobs // max(1, len(peers)))
+    done = 0
+    try:
+        for some in itertools.batched(cells, chunk):
+            if clock.left <= 0:
+                break
+            built = build_all(list(some), peers, jobs, clock)
+            for case, pass_ in some:
+                if clock.left <= 0:
+                    break
+                cell = measure_cell(case, pass_, peers, built, rounds, watch, clock)
+                report.cells.append(cell)
+                done += 1
+                say(cell.text())
+                for peer in peers:
+                    built.pop((case, pass_, peer.name), None)
+                report.not_reached = [f"{case.name} {pass_}" for case, pass_ in cells[done:]]
+                report.write()
+    except DeviceLost as lost:
+        report.notes.append(f"stopped after {done} cells: the device answers no more: {lost}")
+    if watch.note:
+        report.notes.append(f"some calls were timed by the wall clock: {watch.note}")
+    report.not_reached = [f"{case.name} {pass_}" for case, pass_ in cells[done:]]
+    report.write()
+    return report
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench attention", description=(__doc__ or "").splitlines()[0])
+    groups = ", ".join([*cases_.GROUPS, "main", "all", "quick", "tiny"])
+    parser.add_argument(
+        "--cases", nargs="+", help=f"{groups}; or lengths x heads (4096x8), which is the default on CPU"
+    )
+    parser.add_argument("--quick", action="store_true", help="a few cells from everywhere, in about two minutes")
+    parser.add_argument("--passes", nargs="+", default=["forward", "backward", "forward+backward"])
+    parser.add_argument(
+        "--peers", nargs="+", help="only peers whose names contain one of these; fast_layers is always in"
+    )
+    parser.add_argument("--out", type=Path, help="folder for the JSON and the pictures, or the JSON's own name")
+    parser.add_argument("--time-limit", type=float, help="seconds after which to stop and write what there is")
+    parser.add_argument("--repeats", type=int, help="rounds of turns (default 3; on CPU 5)")
+    parser.add_argument("--jobs", type=int, help="threads that compile (default: the cores, at most 16)")
+    parser.add_argument("--tune-tokamax", action="store_true", help="let tokamax tune itself per shape: minutes more")
+    parser.add_argument("--depth", type=int, default=64, help="head dim of cases such as 4096x8")
+    parser.add_argument("--dtype", default="float32", help="dtype of cases such as 4096x8")
+    args = parser.parse_args(argv)
+    known = {"forward", "backward", "forward+backward"}
+    if not set(args.passes) <= known:
+        parser.error(f"--passes {' '.join(args.passes)}: take some of {', '.join(sorted(known))}")
+    if args.quick and args.cases:
+        parser.error("--quick names its own cases: leave out --cases, or take --cases quick with others behind it")
+    return args
+
+
+def select_peers(wanted: list[str] | None, found: list[Peer], absent: dict[str, str]) -> list[Peer]:
+    if not wanted:
+        return found
+    taken = [peer for peer in found if peer.ours or any(part in peer.name for part in wanted)]
+    for part in wanted:
+        if not any(part in name for name in [*absent, *(peer.name for peer in found)]):
+            names = ", ".join([*absent, *(peer.name for peer in found)])
+            raise ValueError(f"--peers {part}: no peer's name contains it; the names are {names}")
+    return taken
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    clock = Clock(args.time_limit)
+    # PyTorch allocates beside JAX in this process.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+    gpu = timing.on_gpu()
+    names = args.cases or (["quick"] if args.quick else ["all"] if gpu else ["4096x8", "16384x2"])
+    try:
+        cases = cases_.select(names, depth=args.depth, dtype=args.dtype)
+        found, absent = peers_.find(gpu=gpu, tune_tokamax=args.tune_tokamax)
+        peers = select_peers(args.peers, found, absent)
+    except ValueError as error:
+        raise SystemExit(f"bench attention: {error}") from None
+    path, stem = None, ""
+    if args.out is not None:
+        named = args.out.suffix == ".json"
+        path, stem = (args.out, f"{args.out.stem}_") if named else (args.out / JSON_NAME, "")
+    command = f"python -m bench attention {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
+    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    report = Report(environment(command, now), absent, path)
+    # Tuning runs kernels on the device, so one at a time.
+    jobs = args.jobs or (1 if args.tune_tokamax else min(16, os.cpu_count() or 1))
+    run(
+        cases,
+        peers,
+        report,
+        passes=args.passes,
+        rounds=args.repeats or (3 if gpu else 5),
+        jobs=jobs,
+        clock=clock,
+    )
+    print(report.summary())
+    if path is not None:
+        from bench import plots
+
+        plots.bars(report, path.parent / f"{stem}bars.png")
+        plots.roofline(report, path.parent / f"{stem}roofline.png")
+        print(f"wrote {path}, {stem}bars.png and {stem}roofline.png")
 
 
 if __name__ == "__main__":

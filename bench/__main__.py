@@ -1,0 +1,21 @@
+"""`python -m bench attention [options]` and `python -m bench decode [options]`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+COMMANDS = ("attention", "decode")
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        wanted = " | ".join(COMMANDS)
+        given = " ".join(sys.argv[1:]) or "nothing"
+        raise SystemExit(f"python -m bench {{{wanted}}} [options]: got {given}; --help behind a name shows its options")
+    command = sys.argv.pop(1)
+    importlib.import_module(f"bench.{command}").main()
+
+
+if __name__ == "__main__":
+    main()
