@@ -1,0 +1,272 @@
+"""`python -m fast_layers doctor`: is this machine able to run the kernels, and are their results right here?
+
+One screen: the device, the versions that matter, which backends a typical call may take and why not the others, and a
+parity run of every op. The exit code is 1 if a backend is wrong or breaks down, else 0; known-bad versions are
+warnings. `--json` gives the same as data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fast_layers import dispatch
+from fast_layers._version import __version__
+from fast_layers.arch import Arch, lowering_targets
+from fast_layers.ops.attention import api
+from fast_layers.ops.attention.problem import Problem
+from fast_layers.testing import parity
+
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-cuda13-pjrt",
+    "jax-cuda12-plugin",
+    "jax-cuda12-pjrt",
+    "flax",
+    "nvidia-cuda-nvcc",
+    "nvidia-cuda-nvcc-cu12",
+)
+_SAFE_PTXAS = (13, 3)
+# First and first good version of the compiler that JAX refuses causal attention with: CUDA 12.8.0 to 12.9.0.
+_MISCOMPILES_CAUSAL = ((12, 8, 0), (12, 9, 86))
+_WIDTH = 110
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check device, versions, backends, and the kernels' results",
+        description=(__doc__ or "").partition("\n\n")[2],
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(run=lambda arguments: run(as_json=arguments.json))
+
+
+def run(*, as_json: bool = False) -> int:
+    """Examine, print, and return the exit code."""
+    report = examine()
+    print(json.dumps(report.as_data(), indent=1) if as_json else report)
+    return 0 if report.ok else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendReport:
+    """One backend on a typical call: why it refuses, per pass, and its parity over the quick cases."""
+
+    name: str
+    refusals: dict[str, str | None]
+    parity: parity.ParityTable
+
+    @property
+    def measured(self) -> tuple[parity.Row, ...]:
+        return tuple(row for row in self.parity.rows if row.quantity is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `examine` found; `str()` of it is the screen to read."""
+
+    devices: tuple[str, ...]
+    arch: Arch
+    versions: dict[str, str]
+    warnings: tuple[str, ...]
+    typical: str
+    backends: tuple[BackendReport, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(backend.parity.ok for backend in self.backends)
+
+    def as_data(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "devices": list(self.devices),
+            "platform": self.arch.platform,
+            "capability": None if self.arch.capability is None else list(self.arch.capability),
+            "versions": self.versions,
+            "warnings": list(self.warnings),
+            "typical": self.typical,
+            "backends": [
+                {
+                    "op": parity.OP,
+                    "name": backend.name,
+                    "refusals": backend.refusals,
+                    "parity": json.loads(backend.parity.to_json()),
+                }
+                for backend in self.backends
+            ],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"device    {', '.join(self.devices)}"]
+        lines += _wrapped("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items()))
+        for warning in self.warnings:
+            lines += _wrapped("warning", warning)
+        lines += ["", *_wrapped("backends", f"for {self.typical}")]
+        for backend in self.backends:
+            for pass_, reason in backend.refusals.items():
+                lines += _wrapped(f"  {backend.name}", f"{pass_}: {'usable' if reason is None else reason}", hang=12)
+        lines += ["", f"parity    {parity.OP}, against the reference, {len(parity.QUICK)} cases"]
+        for backend in self.backends:
+            lines += _wrapped(f"  {backend.name}", _parity_line(backend), hang=12)
+            for row in backend.parity.failures:
+                where = f"FAILED {row.case}, {row.dtype}, {row.pass_}: {row.failure}"
+                lines += _wrapped("", where, hang=12)
+        lines += ["", "all is well" if self.ok else "FAILED: do not trust the backends above that failed"]
+        return "\n".join(lines)
+
+
+def _wrapped(label: str, text: str, hang: int = 10) -> list[str]:
+    indent = " " * hang
+    return textwrap.wrap(
+        text, _WIDTH, break_on_hyphens=False, initial_indent=f"{label:<{hang - 1}} ", subsequent_indent=indent
+    )
+
+
+def _parity_line(backend: BackendReport) -> str:
+    measured, refused = backend.measured, len(backend.parity.refusals)
+    if not measured and backend.parity.ok:
+        return f"refused all {refused} passes"
+    shares = [row.error / row.limit for row in measured if row.error is not None and row.limit]
+    parts = [
+        f"{len(measured)} quantities",
+        f"worst error {max(shares, default=0):.0%} of its limit",
+        *([f"{refused} passes refused"] if refused else []),
+        *([f"{len(backend.parity.failures)} FAILED"] if not backend.parity.ok else ["ok"]),
+    ]
+    return ", ".join(parts)
+
+
+def examine() -> Report:
+    """Look at everything; runs the quick parity cases of every backend on the default device."""
+    arch = lowering_targets()[0]
+    problem = _typical_problem()
+    table = parity.check_parity(cases=parity.QUICK)
+    backends = tuple(
+        BackendReport(
+            backend.name,
+            {pass_: backend.supports(problem, arch, pass_) for pass_ in dispatch.PASSES},
+            table.of_backend(backend.name),
+        )
+        for backend in api.BACKENDS
+        if backend.name != "reference"
+    )
+    versions = _versions(arch)
+    return Report(_devices(), arch, versions, warnings_of(versions), problem.describe(), backends)
+
+
+def _typical_problem() -> Problem:
+    """A layer of a language model in training."""
+    x = jax.ShapeDtypeStruct((4, 2048, 16, 128), jnp.bfloat16)
+    call = dispatch.explain(lambda x: api.dot_product_attention(x, x, x, is_causal=True, implementation="reference"), x)
+    return call.plans[0].problem
+
+
+def _devices() -> tuple[str, ...]:
+    kinds: dict[str, int] = {}
+    for device in jax.devices():
+        name = str(Arch.of_device(device))
+        kinds[name] = kinds.get(name, 0) + 1
+    return tuple(f"{count} x {name}" if count > 1 else name for name, count in kinds.items())
+
+
+def _versions(arch: Arch) -> dict[str, str]:
+    versions = {"fast_layers": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if arch.platform == "cuda":
+        versions |= _cuda_versions()
+    if (found := _ptxas()) is not None:
+        path, version = found
+        versions |= {"ptxas": version, "ptxas path": path}
+    if (driver := _driver()) is not None:
+        versions["driver"] = driver
+    return versions
+
+
+def _cuda_versions() -> dict[str, str]:
+    from jax._src.lib import cuda_versions
+
+    if cuda_versions is None:
+        return {}
+    found = {}
+    for name, read in (
+        ("CUDA runtime", "cuda_runtime_get_version"),
+        ("CUDA of the driver", "cuda_driver_get_version"),
+        ("cuDNN", "cudnn_get_version"),
+    ):
+        try:
+            found[name] = str(getattr(cuda_versions, read)())
+        except (AttributeError, RuntimeError) as error:
+            found[name] = f"unknown ({error})"
+    return found
+
+
+def _ptxas() -> tuple[str, str] | None:
+    """(path, version) of the ptxas that XLA is likely to run: of the wheels, of CUDA_HOME, or on the path."""
+    candidates = []
+    for package in ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12"):
+        try:
+            files = importlib.metadata.files(package) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        candidates += [str(file.locate()) for file in files if file.name == "ptxas"]
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if home := os.environ.get(variable):
+            candidates.append(str(Path(home, "bin", "ptxas")))
+    candidates += [path for path in (shutil.which("ptxas"), "/usr/local/cuda/bin/ptxas") if path]
+    for path in candidates:
+        try:
+            done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            continue  # not there, or not runnable: the next one
+        if match := re.search(r"V(\d+(?:\.\d+)+)", done.stdout):
+            return path, match[1]
+    return None
+
+
+def _driver() -> str | None:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return None if match is None else match[1]
+
+
+def warnings_of(versions: dict[str, str]) -> tuple[str, ...]:
+    """What is known to go wrong with these versions."""
+    if "ptxas" not in versions:
+        return ()
+    text = versions["ptxas"]
+    ptxas = tuple(int(part) for part in text.split("."))
+    found = []
+    if ptxas < _SAFE_PTXAS:
+        found.append(
+            f"ptxas {text} is older than 13.3: it can overwrite register operands of a wgmma in flight (seen with "
+            "12.8, 12.9 and 13.0), so Hopper kernels may be wrong; pip install -U nvidia-cuda-nvcc"
+        )
+    first, first_good = _MISCOMPILES_CAUSAL
+    if first <= ptxas < first_good:
+        found.append(
+            f"ptxas {text} is of CUDA 12.8.0 to 12.9.0, which miscompiles causal attention kernels; update to CUDA "
+            "12.9.1 or later"
+        )
+    return tuple(found)

@@ -1,0 +1,119 @@
+"""Attention on the GPU at hand: every backend against the reference, repeatability, and padding that is NaN.
+
+python3 -m pytest tests/gpu -n0 -p no:cacheprovider
+"""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fast_layers
+from fast_layers.arch import lowering_targets
+from fast_layers.dispatch import PASSES
+from fast_layers.ops.attention.backends import BACKENDS
+from fast_layers.testing import check_parity
+from fast_layers.testing.closeness import assert_bitwise_equal
+from fast_layers.testing.parity import CASES
+
+NAMES = [backend.name for backend in BACKENDS if backend.name != "reference"]
+KERNELS = [name for name in NAMES if name != "xla"]
+RUNS = 20
+# cuDNN's backward adds up dQ in whatever order its blocks finish, unless XLA asks for another algorithm.
+ALWAYS_SAME_ORDER = "--xla_gpu_deterministic_ops" in os.environ.get("XLA_FLAGS", "")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", NAMES)
+def test_parity(backend, case):
+    table = check_parity(backends=[backend], cases=[case])
+    assert table.ok, f"\n{table}"
+    if all(row.refusal is not None for row in table.rows):
+        pytest.skip("; ".join(sorted({f"{row.pass_}: {row.refusal}" for row in table.refusals})))
+
+
+@pytest.mark.parametrize("length", [128, 129, 1000, 2048])
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_twenty_runs_give_the_same_bits(backend, is_causal, depth, length):
+    """A race between warpgroups shows as bits that change; so inputs stay the same, and other work runs in between."""
+    rng = np.random.default_rng(0)
+    query, d_out = (jnp.asarray(rng.normal(size=(2, length, 8, depth)), jnp.bfloat16) for _ in range(2))
+    key, value = (jnp.asarray(rng.normal(size=(2, length, 2, depth)), jnp.bfloat16) for _ in range(2))
+    refusals = _refusals(backend, query, key, value, is_causal=is_causal)
+    if refusals["forward"]:
+        pytest.skip(refusals["forward"])
+    if backend == "cudnn" and not ALWAYS_SAME_ORDER:
+        refusals["backward"] = "cuDNN's backward repeats its bits only with XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+
+    @jax.jit
+    def call(query, key, value, d_out):
+        def op(*operands):
+            return fast_layers.dot_product_attention(*operands, is_causal=is_causal, implementation=backend)
+
+        if refusals["backward"]:
+            return op(query, key, value), ()
+        out, pull = jax.vjp(op, query, key, value)
+        return out, pull(d_out)
+
+    first = jax.device_get(call(query, key, value, d_out))
+    for run in range(1, RUNS):
+        jnp.sort(jnp.asarray(rng.normal(size=1 << 16))).block_until_ready()
+        assert_bitwise_equal(jax.device_get(call(query, key, value, d_out)), first, f"run {run}: ")
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(first))
+
+
+def _refusals(name, query, key, value, **options):
+    explained = fast_layers.explain(
+        lambda *x: fast_layers.dot_product_attention(*x, implementation="reference", **options), query, key, value
+    )
+    (backend,) = (backend for backend in BACKENDS if backend.name == name)
+    problem, arch = explained.plans[0].problem, lowering_targets()[0]
+    return {pass_: backend.supports(problem, arch, pass_) for pass_ in PASSES}
+
+
+LENGTHS = np.array([200, 77], np.int32)
+PADDED = {
+    "key lengths": {"key_value_seq_lengths": LENGTHS},
+    "both lengths": {"key_value_seq_lengths": LENGTHS, "query_seq_lengths": LENGTHS},
+    "causal, key lengths": {"key_value_seq_lengths": LENGTHS, "is_causal": True},
+    "segments": {"segment_ids": np.where(np.arange(300) < LENGTHS[:, None], 0, -1)},
+    "dense": {"mask": np.broadcast_to((np.arange(300) < LENGTHS[:, None])[:, None, None], (2, 1, 300, 300))},
+}
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 60000.0], ids=["NaN", "inf", "large"])
+@pytest.mark.parametrize("options", PADDED.values(), ids=PADDED)
+@pytest.mark.parametrize("backend", NAMES)
+def test_what_stands_in_the_padding_does_not_matter(backend, options, poison):
+    """Bit for bit the same as with zeros there, in values and gradients (all but the padded queries' own inputs)."""
+    rng = np.random.default_rng(0)
+    query, key, value, d_out = (jnp.asarray(rng.normal(size=(2, 300, 4, 64)), jnp.float16) for _ in range(4))
+    refusals = _refusals(backend, query, key, value, **options)
+    if refusals["forward"]:
+        pytest.skip(refusals["forward"])
+    backward = None if refusals["backward"] or (backend == "cudnn" and not ALWAYS_SAME_ORDER) else backend
+
+    @jax.jit
+    def call(query, key, value):
+        def op(*operands):
+            return fast_layers.dot_product_attention(*operands, implementation=backend, **options)
+
+        if backward is None:
+            return op(query, key, value), ()
+        out, pull = jax.vjp(op, query, key, value)
+        return out, pull(d_out)
+
+    hidden = jnp.asarray(np.arange(300) >= LENGTHS[:, None])[..., None, None]
+    results = []
+    for filling in (0.0, poison):
+        filled = (jnp.where(hidden, jnp.asarray(filling, x.dtype), x) for x in (key, value))
+        results.append(jax.device_get(call(query, *filled)))
+    assert_bitwise_equal(results[1], results[0], f"{backend}: ")
+    for x in jax.tree.leaves(results[0]):
+        assert np.isfinite(x.astype(np.float32)).all()

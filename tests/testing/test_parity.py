@@ -1,0 +1,170 @@
+"""`check_parity` must see planted errors, and report refusals and breakdowns instead of hiding them."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fast_layers.dispatch import Backend
+from fast_layers.ops.attention import api, xla
+from fast_layers.testing import ParityTable, check_parity
+from fast_layers.testing.parity import CASES, QUICK, Case
+
+SMALL = {
+    "small": Case(q_len=40, kv_len=40, qk_dim=16, v_dim=16, is_causal=True),
+    "poisoned": Case(
+        q_len=40, kv_len=40, qk_dim=16, v_dim=16, key_lengths=(33, 0), query_lengths=(40, 17), poisoned_padding=True
+    ),
+    "learned": Case(
+        q_len=40, kv_len=40, qk_dim=16, v_dim=16, bias=(1, 4, 40, 40), sinks=True, softcap=5.0, lse_gradient=True
+    ),
+}
+
+
+def _planted(forward=lambda out, lse, inputs: (out, lse), backward=lambda grads, residuals: grads, supports=None):
+    """The xla backend with something done to its results."""
+    return Backend(
+        "planted",
+        supports or (lambda problem, arch, pass_: None),
+        lambda problem, inputs, aux: forward(*xla.forward(problem, inputs, aux), inputs),
+        lambda problem, residuals, *cotangents: backward(xla.backward(problem, residuals, *cotangents), residuals),
+    )
+
+
+def _scale(name, factor):
+    return lambda grads, residuals: grads._replace(**{name: getattr(grads, name) * factor})
+
+
+def _leak(grads, residuals):
+    """0 * NaN, as a kernel does that multiplies by the weight of a masked key."""
+    return grads._replace(query=grads.query + 0 * residuals.inputs.key.sum(1, keepdims=True))
+
+
+FAULTS = {
+    "out off": (_planted(forward=lambda out, lse, _: (out * jnp.asarray(1.01, out.dtype), lse)), "small", "out"),
+    "lse off": (_planted(forward=lambda out, lse, _: (out, lse + 1e-4)), "small", "lse"),
+    "lse in base 2": (_planted(forward=lambda out, lse, _: (out, lse / np.log(2))), "small", "lse"),
+    "dq off": (_planted(backward=_scale("query", 1.01)), "small", "dq"),
+    "dk off": (_planted(backward=_scale("key", 1.01)), "small", "dk"),
+    "dv off": (_planted(backward=_scale("value", 0.99)), "small", "dv"),
+    "dbias off": (_planted(backward=_scale("bias", 1.01)), "learned", "dbias"),
+    "dsinks off": (_planted(backward=_scale("sinks", 1.02)), "learned", "dsinks"),
+    "NaN leaks forward": (
+        _planted(forward=lambda out, lse, inputs: (out + 0 * inputs.value.sum(1, keepdims=True), lse)),
+        "poisoned",
+        "out",
+    ),
+    "NaN leaks backward": (_planted(backward=_leak), "poisoned", "dq"),
+    "empty rows not 0": (
+        _planted(forward=lambda out, lse, _: (jnp.where(lse.swapaxes(1, 2)[..., None] == -jnp.inf, 1, out), lse)),
+        "poisoned",
+        "out",
+    ),
+    "no dsinks": (_planted(backward=lambda grads, _: grads._replace(sinks=None)), "learned", "dsinks"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_reported_where_it_is(fault):
+    backend, case, quantity = FAULTS[fault]
+    table = check_parity(backends=[backend], cases={case: SMALL[case]}, dtypes=[jnp.float16])
+    assert not table.ok
+    assert quantity in {row.quantity for row in table.failures}
+    assert {row.pass_ for row in table.failures} <= {
+        "forward" if quantity in ("out", "lse") else "backward",
+        "backward",
+    }
+    first_failure = str(table).splitlines()[1]
+    assert first_failure.startswith(f"FAILED planted, {case}, float16, ")
+
+
+def test_without_a_fault_all_is_well():
+    table = check_parity(backends=["xla", _planted()], cases=SMALL, dtypes=["bfloat16", "float16"])
+    assert table.ok, str(table)
+    assert not table.refusals
+    measured = {(row.backend, row.case, row.dtype, row.quantity) for row in table.rows}
+    assert len(measured) == len(table.rows) == 2 * 2 * (5 + 5 + 7)
+    assert all(0 <= row.error <= row.limit for row in table.rows)
+
+
+def test_backward_alone_takes_the_residuals_of_xla():
+    backward_only = _planted(supports=lambda p, arch, pass_: None if pass_ == "backward" else "no forward yet")
+    table = check_parity(backends=[backward_only], cases={"small": SMALL["small"]}, dtypes=["bfloat16"])
+    assert table.ok
+    assert [(row.pass_, row.refusal) for row in table.refusals] == [("forward", "no forward yet")]
+    assert {row.quantity for row in table.rows if row.refusal is None} == {"dq", "dk", "dv"}
+    assert "refused                       no forward yet" in str(table)
+
+
+def test_a_backend_that_refuses_everything_is_not_run_and_not_wrong():
+    def explode(*_):
+        raise AssertionError("called after a refusal")
+
+    backend = Backend("never", lambda p, arch, pass_: f"never the {pass_} pass", explode, explode)
+    table = check_parity(backends=[backend], cases={"small": SMALL["small"]}, dtypes=["bfloat16"])
+    assert table.ok
+    assert [row.refusal for row in table.rows] == ["never the forward pass", "never the backward pass"]
+
+
+def test_a_breakdown_is_a_failure_and_the_next_backend_is_still_measured():
+    def explode(*_):
+        raise RuntimeError("no such instruction\nlong tail")
+
+    broken = Backend("broken", lambda p, arch, pass_: None, explode, xla.backward)
+    table = check_parity(backends=[broken, "xla"], cases={"small": SMALL["small"]}, dtypes=["bfloat16"])
+    assert {row.failure for row in table.failures} == {"raised RuntimeError: no such instruction"}
+    assert {row.pass_ for row in table.failures} == {"forward", "backward"}
+    assert table.of_backend("xla").ok
+    assert len(table.of_backend("xla").rows) == 5
+
+
+def test_json_holds_what_the_table_holds():
+    table = check_parity(backends=[FAULTS["dk off"][0]], cases={"small": SMALL["small"]}, dtypes=["float16"])
+    data = json.loads(table.to_json())
+    assert data["ok"] is False
+    assert data["device"] == table.device
+    rows = {row["quantity"]: row for row in data["rows"]}
+    assert [name for name, row in rows.items() if not row["ok"]] == ["dk"]
+    assert rows["dk"]["pass"] == "backward"
+    assert rows["dk"]["error"] > rows["dk"]["limit"] > 0
+    assert rows["dk"]["refusal"] is None
+
+
+def test_default_backends_are_the_ops_own(monkeypatch):
+    monkeypatch.setattr(api, "BACKENDS", (_planted(), *api.BACKENDS))
+    table = check_parity(cases={"small": SMALL["small"]}, dtypes=["bfloat16"])
+    assert list(dict.fromkeys(row.backend for row in table.rows)) == [
+        backend.name for backend in api.BACKENDS if backend.name != "reference"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"op": "mlp"}, "op='mlp': parity is known for 'dot_product_attention'"),
+        ({"backends": ["flash"]}, r"backends \['flash'\] are unknown; those of .* xla, reference"),
+        ({"cases": ["causal d64", "causal"]}, r"cases \['causal'\] are unknown; there are full d64, "),
+    ],
+    ids=["op", "backend", "case"],
+)
+def test_unknown_names(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_parity(**arguments)
+
+
+def test_the_table_covers_what_it_should():
+    assert set(QUICK) <= set(CASES)
+    assert {case.qk_dim for case in CASES.values()} >= {64, 80, 128, 192, 256}
+    assert {1, 7, 129, 1000} <= {case.q_len for case in CASES.values()}
+    for option in ("window", "documents", "key_lengths", "prefix", "softcap", "sinks", "dropout_rate", "dense_mask"):
+        assert any(getattr(case, option) for case in CASES.values()), option
+    assert ParityTable((), "nothing").ok
+
+
+@pytest.mark.parametrize("name", QUICK[:2])
+def test_xla_is_within_the_limit_here(name):
+    table = check_parity(backends=["xla"], cases=[name])
+    assert table.ok, str(table)
