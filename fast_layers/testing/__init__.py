@@ -7,10 +7,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fast_layers.testing.deviceless import (
+        Compilation,
+        CompileError,
+        CompileReport,
+        KernelReport,
+        compile_all_for,
+        compile_for,
+    )
     from fast_layers.testing.parity import ParityTable, check_parity
     from fast_layers.testing.simulator import Simulation, SimulationError, simulate
 
 _HOME = {
+    "Compilation": "deviceless",
+    "CompileError": "deviceless",
+    "CompileReport": "deviceless",
+    "KernelReport": "deviceless",
+    "compile_all_for": "deviceless",
+    "compile_for": "deviceless",
     "ParityTable": "parity",
     "check_parity": "parity",
     "Simulation": "simulator",
@@ -18,7 +32,19 @@ _HOME = {
     "simulate": "simulator",
 }
 
-__all__ = ["ParityTable", "Simulation", "SimulationError", "check_parity", "simulate"]
+__all__ = [
+    "Compilation",
+    "CompileError",
+    "CompileReport",
+    "KernelReport",
+    "ParityTable",
+    "Simulation",
+    "SimulationError",
+    "check_parity",
+    "compile_all_for",
+    "compile_for",
+    "simulate",
+]
 
 
 def __getattr__(name: str) -> Any:

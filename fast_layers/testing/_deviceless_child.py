@@ -1,0 +1,153 @@
+"""The process that compiles: `python -m fast_layers.testing._deviceless_child JOB RESULT`.
+
+JOB and RESULT are files of pickles. Each compilation runs in a fork of its own, taken after the slow imports and
+before any back end starts, so that it finds no kernel in a cache, may crash, and may be ended when it takes too long.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu
+from jax.experimental import topologies
+
+from fast_layers.testing import _deviceless_sass as sass
+from fast_layers.testing._deviceless_targets import Target
+from fast_layers.testing.deviceless import Compilation, CompileReport, KernelReport
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _DeviceWithCapability(jax.sharding.AbstractDevice):
+    """What an abstract mesh tells those who ask what is compiled for: JAX's kernels and this package's dispatch."""
+
+    compute_capability: str = ""
+
+
+def main(job_path: str, result_path: str) -> None:
+    gpu, target, timeout, jobs = pickle.loads(Path(job_path).read_bytes())
+    warnings.filterwarnings("ignore", message=".*os.fork.*", category=RuntimeWarning)
+    reports = [_compile_in_fork(gpu, target, timeout, pickled) for pickled in jobs]
+    Path(result_path).write_bytes(pickle.dumps(reports))
+
+
+def _compile_in_fork(gpu: str, target: Target, timeout: float, pickled: bytes) -> CompileReport:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        process = os.fork()
+        log = Path(folder) / "log"
+        if process == 0:
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+            signal.alarm(max(1, round(timeout)))
+            report = _compile(gpu, target, pickled, Path(folder))
+            (Path(folder) / "report").write_bytes(pickle.dumps(report))
+            # Threads of XLA may still run; there is nothing left to tidy.
+            os._exit(0)
+        _, status = os.waitpid(process, 0)
+        if status == 0:
+            report = pickle.loads((Path(folder) / "report").read_bytes())
+        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+            report = CompileReport(gpu, failure=f"not compiled after {timeout:g} s")
+        else:
+            report = CompileReport(gpu, failure=f"the compiler ended the process (status {status})")
+        if report.failure is not None and (said := _complaints(log)):
+            report = dataclasses.replace(report, failure=f"{report.failure}\nThe compiler said:\n{said}")
+    return dataclasses.replace(report, seconds=time.monotonic() - started)
+
+
+def _complaints(log: Path) -> str:
+    """The last lines of the log that are about errors: jax 0.11 tells no more than that a pass failed."""
+    lines = (line.strip() for line in log.read_text(errors="replace").splitlines())
+    return "\n".join([line for line in lines if "error" in line.lower()][-10:])
+
+
+def _compile(gpu: str, target: Target, pickled: bytes, folder: Path) -> CompileReport:
+    dumps = folder / "dumps"
+    dumps.mkdir()
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(dumps)
+    try:
+        compiled = _lower_and_compile(target, pickle.loads(pickled))
+        kernels = _kernel_reports(dumps, target)
+    except Exception as error:
+        # Whatever the function or the compiler objects to is the result.
+        return CompileReport(gpu, failure=f"{type(error).__name__}: {error}")
+    memory = compiled.memory_analysis()
+    return CompileReport(gpu, kernels, temp_bytes=memory.temp_size_in_bytes)
+
+
+def _lower_and_compile(target: Target, job: Compilation) -> Any:
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target.xla_description, topology="1x1x1")
+    mesh = jax.sharding.Mesh(topology.devices, ("one",))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    described = mesh.abstract_mesh.abstract_device
+    device = _DeviceWithCapability(
+        described.device_kind, described.num_cores, described.platform, ".".join(map(str, target.capability))
+    )
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), job.shapes)
+    fn = _import(job.fn) if isinstance(job.fn, str) else job.fn
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=device)):
+        return jax.jit(lambda *args: fn(*args, **job.static)).lower(*args).compile()
+
+
+def _import(reference: str) -> Any:
+    module, _, name = reference.partition(":")
+    value = importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _kernel_reports(dumps: Path, target: Target) -> tuple[KernelReport, ...]:
+    """One for each PTX file. What a kernel allocates was dumped when it was lowered, under a number of its own."""
+    allocations = collections.defaultdict(list)
+    for path in sorted(dumps.glob("*.resources.txt")):
+        allocated = _shared_and_tensor_memory(path.read_text())
+        name = _kernel_name(path)
+        if allocated not in allocations[name]:
+            allocations[name].append(allocated)
+    ptx_files = sorted(dumps.glob("*.ptx"))
+    counts = collections.Counter(map(_kernel_name, ptx_files))
+    reports = []
+    for path in ptx_files:
+        name = _kernel_name(path)
+        candidates = allocations[name]
+        # Kernels of one name that allocate differently cannot be told apart.
+        smem_bytes, tmem_columns = candidates[0] if len(candidates) == 1 else (None, None)
+        assembly = sass.assemble(path, target.ptx_name)
+        unique_name = name if counts[name] == 1 else path.stem
+        fields = {field.name: getattr(assembly, field.name) for field in dataclasses.fields(assembly)}
+        reports.append(KernelReport(unique_name, smem_bytes=smem_bytes, tmem_columns=tmem_columns, **fields))
+    return tuple(reports)
+
+
+def _kernel_name(path: Path) -> str:
+    return re.sub(r"_\d+$", "", path.name.split(".")[0])
+
+
+def _shared_and_tensor_memory(resources: str) -> tuple[int, int]:
+    """Bytes of shared memory, barriers included, and columns of tensor memory."""
+
+    def number(name: str) -> int:
+        found = re.search(rf"\b{name}=(\d+)", resources)
+        return int(found.group(1)) if found else 0
+
+    barriers = re.findall(r"Barrier\([^)]*num_barriers=(\d+)[^)]*\): (\d+)", resources)
+    barrier_bytes = sum(8 * int(count) * int(times) for count, times in barriers)
+    columns = number("tmem_scratch_cols") + number("tmem_collective_scratch_cols")
+    return number("smem_scratch_bytes") + barrier_bytes, columns
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
