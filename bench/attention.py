@@ -40,8 +40,6 @@ JSON_NAME = "attention.json"
 CACHE_BYTES = 150e6
 """Input sets together exceed this, several times the L2 of a Hopper GPU (50 MB)."""
 MOST_SETS = 16
-SLOW_SECONDS = 1.0
-"""A call slower than this is timed once."""
 MEMORY_SHARE = 0.85
 
 
@@ -148,7 +146,7 @@ def measure_cell(
         contenders[peer.name], row.distance = entered
     for turn in range(rounds):
         for name, contender in contenders.items():
-            if rows[name].refused or (turn and (contender.roughly > SLOW_SECONDS or clock.left <= 0)):
+            if rows[name].refused or (turn and (contender.slow or clock.left <= 0)):
                 continue
             _, rows[name].refused = attempt(contender.measure)
             if rows[name].refused:
@@ -156,7 +154,7 @@ def measure_cell(
     for name, contender in contenders.items():
         if contender.taken and not rows[name].refused:
             rows[name].time(contender.taken)
-            rows[name].method = contender.method
+            rows[name].method, rows[name].batch_seconds = contender.method, contender.batch_seconds
     return cell
 
 
@@ -167,7 +165,7 @@ def input_sets(case: Case) -> list[list[jax.Array]]:
     needed = sets * case.bytes("forward")
     if needed > MEMORY_SHARE * bytes_free():
         raise MemoryError(f"the inputs need {needed / 2**30:.1f} GiB, free are {bytes_free() / 2**30:.1f} GiB")
-    return [peers_.make_inputs(case, seed) for seed in range(sets)]
+    return jax.block_until_ready([peers_.make_inputs(case, seed) for seed in range(sets)])
 
 
 def measure_roofs(watch: timing.Stopwatch) -> dict[str, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -31,7 +32,11 @@ def never(case: Case, pass_: Pass) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """`refuses(case, pass_)` is None or the reason. A peer without a scale gets queries that are scaled already."""
+    """`refuses(case, pass_)` is None or the reason.
+
+    A peer without a scale gets queries that are scaled already; `dtype` replaces the case's where a peer takes only
+    another of the same size. Both happen outside the measured call.
+    """
 
     name: str
     attend: Callable[..., Any]
@@ -39,6 +44,7 @@ class Peer:
     framework: Literal["jax", "torch"] = "jax"
     ours: bool = False
     scaled_query: bool = False
+    dtype: str | None = None
     twin_of: str | None = None
 
 
@@ -130,6 +136,7 @@ def _tokamax(implementation: Any, tune: bool, case: Case, q, k, v, extras):
         )
 
 
+# It takes bfloat16 by its checks, and float16 alone by its buffers (jax 0.11.2 and 0.12.0).
 # Blocks that fit the shared memory, per head dim; the smallest also runs the backward.
 _MGPU_BLOCKS = {64: (128, 256), 128: (64, 128), 256: (64,)}
 
@@ -226,6 +233,8 @@ def find(*, gpu: bool, tune_tokamax: bool = False) -> tuple[list[Peer], dict[str
             refuses = functools.partial(_refuse_named, backend.name)
             attend = functools.partial(_ours, backend.name)
             peers.append(Peer(f"fast_layers {backend.name}", attend, refuses, ours=True))
+    # tokamax warns of each shape that its tables lack, a page per shape; that is what `tune_tokamax` is for.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     # tokamax's "cudnn" and "xla" are jax.nn's.
     for implementation in ("mosaic", "triton", "xla_chunked"):
         name = f"tokamax {implementation}"
@@ -239,7 +248,7 @@ def find(*, gpu: bool, tune_tokamax: bool = False) -> tuple[list[Peer], dict[str
         name = f"jax mgpu kv{block_kv}"
         if gpu:
             attend, refuses = functools.partial(_mgpu, block_kv), functools.partial(_refuse_mgpu, block_kv)
-            peers.append(Peer(name, attend, refuses, scaled_query=True))
+            peers.append(Peer(name, attend, refuses, scaled_query=True, dtype="float16"))
         else:
             absent[name] = "no NVIDIA GPU here"
     no_torch = _torch_gpu() if gpu else "no NVIDIA GPU here"

@@ -38,6 +38,8 @@ class JaxProgram:
     def arguments(self, q, k, v, g, extras) -> tuple:
         if self.peer.scaled_query:
             q = (q * (1 / math.sqrt(self.case.depth))).astype(q.dtype)
+        if self.peer.dtype is not None:
+            q, k, v, g = (x.astype(self.peer.dtype) for x in (q, k, v, g))
         if self.pass_ == "forward":
             return q, k, v, extras
         if self.pass_ == "forward+backward":
@@ -55,7 +57,7 @@ class JaxProgram:
 
 
 def compile_jax(peer: Peer, case: Case, pass_: Pass) -> JaxProgram:
-    q, k, v, g = (jax.ShapeDtypeStruct(shape, case.dtype) for shape in shapes(case))
+    q, k, v, g = (jax.ShapeDtypeStruct(shape, peer.dtype or case.dtype) for shape in shapes(case))
     extras = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in extras_of(case).items()}
 
     def forward(q, k, v, extras):
@@ -141,13 +143,21 @@ class Contender:
         self.taken: list[float] = []
         self.method = ""
         self.roughly = 0.0
+        self.batch_seconds: float | None = None
         if isinstance(program, JaxProgram):
             self.roughly = watch.warm_up(program.timed, argument_sets)
+
+    @property
+    def slow(self) -> bool:
+        return timing.on_gpu() and self.roughly > timing.SLOW_SECONDS
 
     def measure(self) -> None:
         program = self.program
         if isinstance(program, JaxProgram):
-            taken, self.method = self.watch.seconds(program.timed, self.argument_sets, self.roughly)
+            timed = program.timed, self.argument_sets, self.roughly
+            taken, self.method = self.watch.seconds(*timed)
+            if self.batch_seconds is None and self.method == "cupti":
+                self.batch_seconds = self.watch.batch(*timed)
         else:
             taken, self.method = timing.torch_seconds(program.torch, program.call, self.argument_sets, program.stream)
         self.taken += taken

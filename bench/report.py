@@ -67,7 +67,11 @@ def _first_line(*command: str) -> str | None:
 
 @dataclasses.dataclass
 class Row:
-    """One peer in one cell. `seconds` is the median over `calls`; None where `refused` says why there is no time."""
+    """One peer in one cell. `seconds` is the median over `calls`; None where `refused` says why there is no time.
+
+    `batch_seconds` is the wall clock's view, per call in a batch of calls with one wait: far above `seconds`, the
+    host or something that is no kernel takes the time.
+    """
 
     group: str
     case: str
@@ -89,6 +93,7 @@ class Row:
     fastest: float | None = None
     slowest: float | None = None
     calls: int = 0
+    batch_seconds: float | None = None
     method: str | None = None
     distance: float | None = None
     backend: str | None = None

@@ -21,6 +21,8 @@ from jax.experimental.mosaic.gpu import profiler
 BATCH_SECONDS = 0.02
 """A batch of calls shall take at least this long."""
 MOST_CALLS = 64
+SLOW_SECONDS = 1.0
+"""On a GPU, a call slower than this is timed once, by the wall clock: device time is short."""
 
 
 class _Rotating(jax.stages.Wrapped):
@@ -43,11 +45,14 @@ def on_gpu() -> bool:
     return jax.default_backend() in ("gpu", "cuda")
 
 
+def _calls(roughly: float) -> int:
+    return min(MOST_CALLS, max(3, math.ceil(BATCH_SECONDS / roughly)))
+
+
 class Stopwatch:
-    """Times JAX functions. `method` is "cupti" until CUPTI fails, which `note` then explains."""
+    """Times JAX functions. Where CUPTI failed on a GPU, `note` says how."""
 
     def __init__(self):
-        self.method = "cupti" if on_gpu() else "wall"
         self.note: str | None = None
 
     def warm_up(self, call: Callable[..., Any], argument_sets: Sequence[tuple]) -> float:
@@ -61,19 +66,24 @@ class Stopwatch:
         """(seconds of each of several calls, how they were taken)."""
         if not on_gpu():
             return [self._wall(call, argument_sets, 1)], "wall"
-        calls = min(MOST_CALLS, max(3, math.ceil(BATCH_SECONDS / roughly)))
-        if self.method == "cupti":
-            timer = profiler.Cupti(finalize=False).measure(_Rotating(call, argument_sets), iterations=calls)
-            try:
-                milliseconds: Any = timer()[1]
-            except RuntimeError as error:
-                # Either CUPTI is not to be had, or two calls launched different kernels: then it cannot be summed.
-                self.note = f"CUPTI: {error}"
-            else:
-                if milliseconds:
-                    return [1e-3 * each for each in milliseconds], "cupti"
-                self.note = "CUPTI saw no kernel"
+        if roughly > SLOW_SECONDS:
+            return [roughly], "wall"
+        calls = _calls(roughly)
+        timer = profiler.Cupti(finalize=False).measure(_Rotating(call, argument_sets), iterations=calls)
+        try:
+            milliseconds: Any = timer()[1]
+        except RuntimeError as error:
+            # Either CUPTI is not to be had, or two calls launched different kernels: then it cannot be summed.
+            self.note = f"CUPTI: {error}"
+        else:
+            if milliseconds:
+                return [1e-3 * each for each in milliseconds], "cupti"
+            self.note = "CUPTI saw no kernel"
         return [self._wall(call, argument_sets, calls)], "wall"
+
+    def batch(self, call: Callable[..., Any], argument_sets: Sequence[tuple], roughly: float) -> float:
+        """Seconds per call in a batch, by the wall clock."""
+        return self._wall(call, argument_sets, _calls(roughly))
 
     def _wall(self, call: Callable[..., Any], argument_sets: Sequence[tuple], calls: int) -> float:
         turns = itertools.islice(itertools.cycle(argument_sets), calls)
@@ -94,7 +104,7 @@ def torch_seconds(
         call(*argument_sets[0])
         stream.synchronize()
         roughly = time.perf_counter() - start
-    calls = min(MOST_CALLS, max(3, math.ceil(BATCH_SECONDS / roughly)))
+    calls = _calls(roughly)
     turns = list(itertools.islice(itertools.cycle(argument_sets), calls))
 
     def batch():

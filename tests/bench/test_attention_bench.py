@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench import __main__ as bench_main
 from bench import attention, cases, peers, timing
 from bench.report import Report, environment
 
@@ -187,6 +188,36 @@ def test_the_backward_is_checked_and_timed_alone(report, monkeypatch):
     assert [row.agrees for row in backward.rows] == [True, False]
 
 
+def test_a_peer_without_a_scale_and_with_its_own_dtype_is_compared_like_the_others(report):
+    def unscaled(case, q, k, v, extras):
+        assert q.dtype == k.dtype == v.dtype == jnp.float16
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))  # a CPU has no float16 matmul on every jax
+        return jax.nn.dot_product_attention(q, k, v, scale=1.0).astype(jnp.float16)
+
+    there = [*here("jax.nn xla"), peers.Peer("unscaled", unscaled, scaled_query=True, dtype="float16")]
+    attention.run([FULL], there, report, rounds=1, say=quiet)
+    rows = [row for cell in report.cells for row in cell.rows if row.name == "unscaled"]
+    assert [row.pass_ for row in rows] == ["forward", "backward"]
+    for row in rows:
+        assert row.refused is None
+        assert row.distance is not None
+        assert 0 < row.distance < 0.02
+
+
+def test_each_of_jaxs_own_kernels_runs_where_it_can():
+    there = [peer for peer in peers.find(gpu=True)[0] if peer.name.startswith("jax mgpu")]
+
+    def taking(case: cases.Case, pass_: cases.Pass) -> int:
+        return sum(peer.refuses(case, pass_) is None for peer in there)
+
+    for depth, forward in ((64, 2), (128, 2), (256, 1)):
+        for causal in (False, True):
+            case = cases.square("d", depth, 1024, causal=causal)
+            assert taking(case, "forward") == forward
+            assert taking(case, "backward") == (0 if causal else 1)
+    assert taking(WINDOW, "forward") == taking(PACKED, "forward") == taking(SOFTCAP, "forward") == 0
+
+
 def test_the_time_limit_ends_the_run_and_keeps_what_there_is(report):
     clock = attention.Clock(1e6)
 
@@ -254,6 +285,12 @@ def test_kernel_times_come_from_cupti_and_calls_rotate_over_the_input_sets(gpu):
     assert seen == [0, 1, 2, 0, 1]
 
 
+def test_a_slow_call_is_not_repeated(gpu):
+    seen: list[int] = []
+    taken, method = timing.Stopwatch().seconds(functools.partial(count, seen), [(0,)], roughly=1.5)
+    assert (taken, method, seen) == ([1.5], "wall", [])
+
+
 @pytest.mark.parametrize("answers", [RuntimeError("another subscriber"), None])
 def test_without_cupti_the_wall_clock_counts_and_the_reason_is_kept(gpu, monkeypatch, answers):
     monkeypatch.setattr(FakeCupti, "answers", answers)
@@ -262,6 +299,12 @@ def test_without_cupti_the_wall_clock_counts_and_the_reason_is_kept(gpu, monkeyp
     assert method == "wall"
     assert 0 < taken < 1
     assert watch.note in ("CUPTI: another subscriber", "CUPTI saw no kernel")
+
+
+def test_the_package_says_which_benchmarks_there_are(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench", "mlp"])
+    with pytest.raises(SystemExit, match=r"attention \| decode.*got mlp"):
+        bench_main.main()
 
 
 @pytest.mark.parametrize(
