@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m fast_layers", description="fast_layers on the device at hand.")
     parser.add_argument("--version", action="version", version=f"fast_layers {__version__}")
-    subparsers = parser.add_subparsers(required=True, metavar="command")
+    subparsers = parser.add_subparsers(required=True, dest="command")
     for command in _COMMANDS:
         command.add_parser(subparsers)
     parsed = parser.parse_args(arguments)

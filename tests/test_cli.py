@@ -1,0 +1,170 @@
+"""`python -m fast_layers`: what the commands print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import fast_layers
+from fast_layers import doctor
+from fast_layers.cli import main
+from fast_layers.dispatch import Backend
+from fast_layers.ops.attention import api, xla
+from fast_layers.testing import parity
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def one_small_case(monkeypatch):
+    case = parity.Case(batch=1, q_len=40, kv_len=40, qk_dim=16, v_dim=16, is_causal=True)
+    monkeypatch.setattr(parity, "CASES", {"small": case})
+    monkeypatch.setattr(parity, "QUICK", ("small",))
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Put a backend before the package's own."""
+
+    def put(fwd=xla.forward, bwd=xla.backward):
+        monkeypatch.setattr(api, "BACKENDS", (Backend("planted", lambda *_: None, fwd, bwd), *api.BACKENDS))
+
+    return put
+
+
+def _off(problem, inputs, aux):
+    out, lse = xla.forward(problem, inputs, aux)
+    return out * jnp.asarray(1.1, out.dtype), lse
+
+
+def test_doctor_on_one_screen(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 120
+    assert lines[0].startswith("device    ")
+    assert f"fast_layers {fast_layers.__version__}" in text
+    assert "xla       forward: usable" in text
+    assert "xla       5 quantities, worst error" in text
+    assert lines[-1] == "all is well"
+
+
+def test_doctor_names_every_backend_and_its_reason(capsys):
+    main(["doctor"])
+    text = " ".join(capsys.readouterr().out.split())
+    problem, arch = doctor._typical_problem(), doctor.lowering_targets()[0]
+    for backend in api.BACKENDS:
+        if backend.name != "reference":
+            reason = backend.supports(problem, arch, "forward") or "usable"
+            assert f"{backend.name} forward: {' '.join(reason.split())}" in text
+
+
+def test_json_is_valid_and_says_the_same(capsys):
+    assert main(["doctor", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["ok"] is True
+    assert data["versions"]["fast_layers"] == fast_layers.__version__
+    assert {"jax", "jaxlib", "flax", "python"} <= set(data["versions"])
+    by_name = {backend["name"]: backend for backend in data["backends"]}
+    assert list(by_name) == [backend.name for backend in api.BACKENDS if backend.name != "reference"]
+    assert by_name["xla"]["refusals"] == {"forward": None, "backward": None}
+    assert {row["quantity"] for row in by_name["xla"]["parity"]["rows"]} == {"out", "lse", "dq", "dk", "dv"}
+
+
+def test_exit_code_1_for_a_wrong_kernel(capsys, plant):
+    plant(fwd=_off)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "FAILED small, bfloat16, forward: out: max error" in " ".join(text.split())
+    assert text.splitlines()[-1].startswith("FAILED")
+    assert main(["doctor", "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert data["ok"] is False
+    assert [backend["name"] for backend in data["backends"] if not backend["parity"]["ok"]] == ["planted"]
+
+
+def test_exit_code_1_for_a_kernel_that_breaks_down(capsys, plant):
+    def explode(*_):
+        raise RuntimeError("ptxas exploded")
+
+    plant(bwd=explode)
+    assert main(["doctor"]) == 1
+    assert "raised RuntimeError: ptxas exploded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ptxas", "words"),
+    [
+        (None, []),
+        ("13.5.37", []),
+        ("13.3.0", []),
+        ("13.0.88", ["older than 13.3"]),
+        ("12.9.86", ["older than 13.3"]),
+        ("12.9.41", ["older than 13.3", "miscompiles causal"]),
+        ("12.8.61", ["older than 13.3", "miscompiles causal"]),
+        ("12.6.20", ["older than 13.3"]),
+    ],
+)
+def test_known_bad_compilers_are_flagged(ptxas, words):
+    found = doctor.warnings_of({} if ptxas is None else {"ptxas": ptxas})
+    assert len(found) == len(words)
+    for text, word in zip(found, words, strict=True):
+        assert word in text
+        assert ptxas in text
+
+
+def test_warnings_show_and_do_not_fail(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "_ptxas", lambda: ("/usr/bin/ptxas", "12.8.61"))
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.count("warning") == 2
+
+
+def test_ptxas_is_asked_for_its_version(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "ptxas"
+    fake.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.61'\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(doctor.importlib.metadata, "files", lambda package: [])
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert doctor._ptxas() == (str(fake), "12.8.61")
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"]])
+def test_usage_errors(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "doctor" in capsys.readouterr().err
+
+
+def test_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "fast_layers", "doctor", "--help"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--json" in done.stdout
+
+
+def test_importing_the_package_does_not_import_the_tools():
+    program = "import sys, fast_layers; print([m for m in sys.modules if 'testing' in m and 'fast_layers' in m])"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
