@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -305,6 +306,64 @@ def test_the_package_says_which_benchmarks_there_are(monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench", "mlp"])
     with pytest.raises(SystemExit, match=r"attention \| decode.*got mlp"):
         bench_main.main()
+
+
+class FakeTorch:
+    """A stream on which each call takes 1 ms; a graph records the calls and replays them."""
+
+    def __init__(self, capturable: bool):
+        self.now, self.capturable, self.recorded = 0.0, capturable, None
+        self.cuda = self
+        outer = self
+
+        class Event:
+            def __init__(self, enable_timing: bool):
+                assert enable_timing
+
+            def record(self, stream):
+                self.at = outer.now
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, other) -> float:
+                return other.at - self.at
+
+        class CUDAGraph:
+            def replay(self):
+                outer.now += outer.recorded
+
+        self.Event, self.CUDAGraph = Event, CUDAGraph
+
+    def synchronize(self):
+        pass
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        yield
+
+    @contextlib.contextmanager
+    def graph(self, graph, stream, capture_error_mode):
+        before = self.now
+        if not self.capturable:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+        self.recorded, self.now = self.now - before, before
+
+
+@pytest.mark.parametrize(("capturable", "method"), [(True, "graph"), (False, "events")])
+def test_torch_is_timed_by_events_around_a_batch_of_calls(capturable, method):
+    torch = FakeTorch(capturable)
+    seen: list[int] = []
+
+    def call(at: int) -> None:
+        torch.now += 1.0
+        count(seen, at)
+
+    taken, how = timing.torch_seconds(torch, call, [(0,), (1,)], torch)
+    assert how == method
+    assert taken == pytest.approx([1e-3] * 3)
+    assert seen[:4] == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
