@@ -110,25 +110,20 @@ def _import(reference: str) -> Any:
 
 
 def _kernel_reports(dumps: Path, target: Target) -> tuple[KernelReport, ...]:
-    """One for each PTX file. What a kernel allocates was dumped when it was lowered, under a number of its own."""
-    allocations = collections.defaultdict(list)
-    for path in sorted(dumps.glob("*.resources.txt")):
-        allocated = _shared_and_tensor_memory(path.read_text())
+    """One for each different kernel. What it allocates was dumped when it was lowered, under a number of its own."""
+    allocations = collections.defaultdict(set)
+    for path in dumps.glob("*.resources.txt"):
+        allocations[_kernel_name(path)].add(_shared_and_tensor_memory(path.read_text()))
+    reports: list[KernelReport] = []
+    for path in sorted(dumps.glob("*.ptx")):
         name = _kernel_name(path)
-        if allocated not in allocations[name]:
-            allocations[name].append(allocated)
-    ptx_files = sorted(dumps.glob("*.ptx"))
-    counts = collections.Counter(map(_kernel_name, ptx_files))
-    reports = []
-    for path in ptx_files:
-        name = _kernel_name(path)
-        candidates = allocations[name]
         # Kernels of one name that allocate differently cannot be told apart.
-        smem_bytes, tmem_columns = candidates[0] if len(candidates) == 1 else (None, None)
+        smem_bytes, tmem_columns = min(allocations[name]) if len(allocations[name]) == 1 else (None, None)
         assembly = sass.assemble(path, target.ptx_name)
-        unique_name = name if counts[name] == 1 else path.stem
         fields = {field.name: getattr(assembly, field.name) for field in dataclasses.fields(assembly)}
-        reports.append(KernelReport(unique_name, smem_bytes=smem_bytes, tmem_columns=tmem_columns, **fields))
+        report = KernelReport(name, smem_bytes=smem_bytes, tmem_columns=tmem_columns, **fields)
+        if report not in reports:
+            reports.append(report)
     return tuple(reports)
 
 

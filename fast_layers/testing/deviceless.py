@@ -98,7 +98,7 @@ class CompileReport:
 
     Attributes:
       gpu: as `compile_for` was asked.
-      kernels: one for each different Mosaic-GPU kernel in the function; what XLA makes itself is not among them.
+      kernels: each different Mosaic-GPU kernel in the function once; what XLA makes itself is not among them.
       temp_bytes: memory that XLA allots besides arguments and results.
       failure: why there is no result, or None.
       seconds: wall time.

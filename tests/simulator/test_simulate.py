@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fast_layers.testing import Simulation, SimulationError, simulate
-from tests.simulator import kernels
+from simulator import kernels
 
 pytestmark = pytest.mark.simulator
 
