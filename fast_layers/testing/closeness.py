@@ -58,27 +58,24 @@ def judge(result: Any, oracle: Any, *yardsticks: Any, name: str = "result") -> V
     """
     if not yardsticks:
         return _unmeasured("no yardstick given: pass a plain implementation's result in the dtype under test")
-    result, oracle, *yardsticks = (np.asarray(x) for x in (result, oracle, *yardsticks))
+    result, oracle, *plain = (np.asarray(x) for x in (result, oracle, *yardsticks))
     dtype = result.dtype
-    candidates = (("result", result), *(("yardstick", x) for x in yardsticks))
-    for what, array in candidates:
+    for what, array in (("result", result), *(("yardstick", x) for x in plain)):
         if array.shape != oracle.shape:
             return _unmeasured(f"{name}: {what} has shape {array.shape}, the oracle {oracle.shape}")
         if array.dtype != dtype:
             return _unmeasured(f"{name}: dtype {dtype}, the yardstick has {array.dtype}")
     if not jnp.finfo(oracle.dtype).eps < jnp.finfo(dtype).eps:
         return _unmeasured(f"{name}: an oracle of {oracle.dtype} cannot judge {dtype}; compute it in a wider type")
-    result, *yardsticks = (x.astype(oracle.dtype) for x in (result, *yardsticks))
-    for what, array in (("result", result), *(("yardstick", x) for x in yardsticks)):
+    result, *plain = (x.astype(oracle.dtype) for x in (result, *plain))
+    for what, array in (("result", result), *(("yardstick", x) for x in plain)):
         if strange := _different_non_finite(array, oracle, f"{name} ({what})"):
             return _unmeasured(strange)
     finite = np.isfinite(oracle)
     if not finite.any():
         return Verdict(0.0, 0.0, None)
-    errors, *yardstick_errors = (
-        np.abs(np.where(finite, x, 0) - np.where(finite, oracle, 0)) for x in (result, *yardsticks)
-    )
-    allowed = max(x.max() for x in yardstick_errors)
+    errors, *plain_errors = (np.abs(np.where(finite, x, 0) - np.where(finite, oracle, 0)) for x in (result, *plain))
+    allowed = max(x.max() for x in plain_errors)
     largest = np.abs(oracle[finite]).max()
     one_ulp = ulp(largest, dtype)
     if allowed > max(_WORST_YARDSTICK * largest, one_ulp):

@@ -265,7 +265,9 @@ def check_parity(
             draws = [_Draw.of(case, dtype, index) for index in range(case.draws)]
             expected = None
             for backend in chosen:
-                refusals = {pass_: backend.supports(draws[0].problem, _arch(), pass_) for pass_ in PASSES}
+                refusals: dict[Pass, str | None] = {
+                    pass_: backend.supports(draws[0].problem, _arch(), pass_) for pass_ in PASSES
+                }
                 if expected is None and None in refusals.values():
                     expected = _expected(draws)
                 rows += _measure((name, dtype.name, backend.name), backend, refusals, draws, expected)

@@ -143,9 +143,8 @@ def _mask_objection(p: Problem) -> str | None:
     if mask.band is not None:
         low, high = mask.band.low, mask.band.high
         if high != 0 or (low is not None and low > 0):
-            left, right = (".." if x is None else f"{x:+d}" for x in (low, high))
             return (
-                f"keys from i {left} to i {right} for query i: cuDNN's band ends at i (causal, aligned top-left: "
+                f"mask {MaskFacts(mask.band).describe()}: cuDNN's band ends at the diagonal (causal, aligned top-left: "
                 "q_offset=0, no right window)"
             )
     return None
@@ -197,7 +196,8 @@ def _primitives() -> _Primitives | str:
     constants = {"seed": 0, "dropout_rate": 0.0, "layout": fused.AttentionLayout.BTNH.value}
     if "score_mod" in inspect.signature(fused.dot_product_attention).parameters:
         constants["score_mod"] = None
-    return _Primitives(*(getattr(fused, name) for name in names), constants)
+    forward, backward, mask_type = (getattr(fused, name) for name in names)
+    return _Primitives(forward, backward, mask_type, constants)
 
 
 def forward(problem: Problem, inputs: Inputs, aux: Aux):
