@@ -33,7 +33,7 @@ HOPPER = {
     "by name": Compilation("simulator.kernels:discounted_sum", (bf16(64, 512), bf16(512, 64)), {"form": "stored"}),
     "fits": Compilation(functions.many_accumulators, (bf16(64, 64), bf16(64, 256)), {"count": 1}),
     "spills": Compilation(functions.many_accumulators, (bf16(64, 64), bf16(64, 256)), {"count": 3}),
-    "serialised": Compilation(kernels.matmul, MATMUL, {"fault": "slot freed in flight"}),
+    "serialised": Compilation(kernels.matmul, MATMUL, {"fault": "accumulator read in flight"}),
     "thrice": Compilation(functions.matmul_thrice, MATMUL),
     "no kernel": Compilation(functions.doubled, MATMUL[:1]),
     "targets": Compilation(functions.tell_targets, MATMUL[:1]),

@@ -59,12 +59,13 @@ def matmul(a: jax.Array, b: jax.Array, *, fault: str | None = None) -> jax.Array
                         plgpu.barrier_wait(loaded.at[slot])
                     read = lax.rem(step + 1, SLOTS) if fault == "wrong slot" else slot
                     plgpu.wgmma(acc, a_ring.at[read, rows], b_ring.at[read])
-                    if fault != "slot freed in flight":
+                    if fault not in ("slot freed in flight", "accumulator read in flight"):
                         plgpu.wgmma_wait(0)
                     if fault != "slot never freed":
                         plgpu.barrier_arrive(consumed.at[slot])
 
-                return plgpu.wgmma_accumulator_load(acc, wait_n=None if fault == "slot freed in flight" else 0)
+                in_flight = fault == "accumulator read in flight"
+                return plgpu.wgmma_accumulator_load(acc, wait_n=None if in_flight else 0)
 
             out = pl.run_scoped(accumulate, plgpu.ACC((ROWS, TILE), jnp.float32))
             out_smem[rows] = out
