@@ -163,10 +163,12 @@ def _backward(p: Problem, tiles: XlaTiles, residuals: Residuals, d_out: Array, d
             scores = _einsum(p, "bksh,bkgqh->bksgq", key, rows(tiled.query))
             scores, d_cap = _mask_scores(p, tiles, tiled, scores, i, j, _keys_first)
             # A row that has seen a broken key is NaN in lse and delta; what it does not see must not become so.
-            masked = None if d_cap is None and _visible(tiles, tiled, i, j) is None else scores == -jnp.inf
-            weights = jnp.exp(scores - rows(lse_rows)[:, :, None])
-            if masked is not None:
-                weights = jnp.where(masked, 0.0, weights)
+            hides = d_cap is not None or _visible(tiles, tiled, i, j) is not None
+
+            def visible_only(x):
+                return jnp.where(scores == -jnp.inf, 0.0, x) if hides else x
+
+            weights = visible_only(jnp.exp(scores - rows(lse_rows)[:, :, None]))
             d_weights = _einsum(p, "bksv,bkgqv->bksgq", value, d_out_tile)
             kept = weights
             if tiled.dropout is not None:
@@ -175,13 +177,11 @@ def _backward(p: Problem, tiles: XlaTiles, residuals: Residuals, d_out: Array, d
                 kept = jnp.where(keep, weights * survived, 0.0)
                 d_weights = jnp.where(keep, d_weights * survived, 0.0)
             d_value += _einsum(p, "bksgq,bkgqv->bksv", kept.astype(p.dtype), d_out_tile)
-            d_scores = weights * (d_weights - rows(delta_rows)[:, :, None])
+            d_scores = visible_only(weights * (d_weights - rows(delta_rows)[:, :, None]))
             if d_bias is not None:
                 d_bias = _accumulate_bias(d_bias, _queries_first(d_scores), i, j, tiles)
             if d_cap is not None:
-                d_scores *= d_cap
-            if masked is not None:
-                d_scores = jnp.where(masked, 0.0, d_scores)
+                d_scores *= visible_only(d_cap)
             d_scores = (d_scores * p.scale).astype(p.dtype)
             d_key += _einsum(p, "bksgq,bkgqh->bksh", d_scores, query)
             d_query_tile = _slice(d_query, i, tiles.q_tile, 4)

@@ -147,25 +147,33 @@ def test_who_sees_it_shows_it_and_nobody_else(implementation, operand, strange):
 
 
 @pytest.mark.parametrize("implementation", ["reference", *TESTED])
-def test_a_broken_document_leaves_the_gradients_of_the_others_alone(implementation):
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_broken_document_leaves_the_gradients_of_the_others_alone(implementation, with_bias, softcap):
     """A packed row with one diverged document: the others' gradients are as if it were zeros."""
     ids = np.repeat([0, 1], T // 2)
-    run = _all_results(implementation, {"segment_ids": ids})
+    run = _all_results(implementation, {"segment_ids": ids, "softcap": softcap})
     query, key, value = _operands()
+    bias = _normal(1, N, T, T, seed=6) if with_bias else None
     first = (ids == 0)[None, :, None, None]
-    _, clean = run(*(np.where(first, np.float32(0), x) for x in (query, key, value)))
+    _, clean = run(*(np.where(first, np.float32(0), x) for x in (query, key, value)), bias)
+    # What a query of one document adds to a key of the other is 0, whatever has happened to either.
+    of_others = (ids[:, None] == 1) | (ids == 1)
     for name, broken in (
         ("key", (query, np.where(first, np.nan, key), value)),
         ("value", (query, key, np.where(first, np.nan, value))),
         ("query", (np.where(first, np.nan, query), key, value)),
     ):
-        _, grads = run(*broken)
+        _, grads = run(*broken, bias)
         for which in range(3):
             np.testing.assert_array_equal(
                 grads[which][:, ids == 1],
                 clean[which][:, ids == 1],
                 err_msg=f"broken {name}, gradient {which}",
             )
+        if with_bias:
+            got, want = (np.asarray(x[3])[:, :, of_others] for x in (grads, clean))
+            np.testing.assert_array_equal(got, want, err_msg=f"broken {name}, gradient of the bias")
 
 
 NO_KEYS = {
