@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fast_layers.dispatch import Backend
-from fast_layers.ops.attention import cudnn, reference, xla
+from fast_layers.ops.attention import cudnn, hopper_call, reference, xla
 
 BACKENDS: tuple[Backend, ...] = (
+    Backend("hopper", hopper_call.supports, hopper_call.forward, hopper_call.backward),
     Backend("cudnn", cudnn.supports, cudnn.forward, cudnn.backward),
     Backend("xla", xla.supports, xla.forward, xla.backward, fallback_on=frozenset({"cuda", "rocm"})),
     Backend("reference", reference.supports, reference.forward, reference.backward, automatic=False),

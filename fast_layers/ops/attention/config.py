@@ -52,3 +52,96 @@ class XlaTiles:
 def _fit(length: int, tile: int, multiple: int) -> int:
     """No more rows than there are (a symbolic length takes the tile as it is)."""
     return min(tile, -(-length // multiple) * multiple) if isinstance(length, int) else tile
+
+
+HOPPER_SMEM_BYTES = 227 << 10
+"""Shared memory that one block may have."""
+HOPPER_SMS = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperForwardTiles:
+    """The forward kernel's shape.
+
+    `compute_wgs` warpgroups of 64 query rows each; `kv_tile` keys a step; `stages` slots for keys and values each;
+    `q_slots` tiles of queries; `blocks` of a persistent grid, 0 for one block per tile of queries; `takes_turns`
+    orders the warpgroups' products.
+    """
+
+    compute_wgs: int
+    kv_tile: int
+    stages: int = 2
+    q_slots: int = 1
+    blocks: int = 0
+    takes_turns: bool = True
+
+    def __post_init__(self):
+        if self.compute_wgs not in (1, 2, 3):
+            raise ValueError(f"{self.compute_wgs=} must be 1, 2 or 3: four warpgroups share the registers")
+        if self.kv_tile not in (64, 128, 192, 256):
+            raise ValueError(f"{self.kv_tile=} must be 64, 128, 192 or 256: wgmma reads values 64 keys at a time")
+        if self.stages < 2:
+            raise ValueError(f"{self.stages=} must be at least 2: keys and values of two steps are in use at once")
+        if self.q_slots < 1 or self.blocks < 0:
+            raise ValueError(f"{self.q_slots=} must be at least 1 and {self.blocks=} at least 0")
+
+    @property
+    def q_tile(self) -> int:
+        return 64 * self.compute_wgs
+
+    @property
+    def compute_registers(self) -> int:
+        """Per thread. What a block is launched with is dealt out anew, in steps of 8."""
+        return {1: 240, 2: 232, 3: 160}[self.compute_wgs]
+
+    @property
+    def load_registers(self) -> int:
+        return {1: 40, 2: 40, 3: 32}[self.compute_wgs]
+
+    def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
+        """Of 16-bit tiles; barriers and lse take less than the last KiB."""
+        out_rows = 0 if qk_dim == v_dim else self.q_tile
+        keys = self.stages * self.kv_tile
+        return 2 * ((self.q_slots * self.q_tile + keys) * qk_dim + (keys + out_rows) * v_dim) + 1024 + 4 * self.q_tile
+
+    @classmethod
+    def of(cls, problem: Problem) -> HopperForwardTiles:
+        p = problem
+        deepest = max(p.qk_dim, p.v_dim)
+        causal = p.mask.band is not None and p.mask.band.high is not None
+        short = max(p.q_len, p.kv_len) <= 2048
+        if deepest <= 64:
+            if causal and short:
+                return cls(2, 128, stages=3, q_slots=2, blocks=HOPPER_SMS)
+            if p.mask.interval_arrays:
+                return cls(2, 128, stages=3)  # the mask's registers do not fit in three warpgroups' share
+            persistent = not causal and max(p.q_len, p.kv_len) <= 4096
+            return cls(3, 128, stages=3, q_slots=2 if persistent else 1, blocks=HOPPER_SMS if persistent else 0)
+        if deepest <= 128:
+            persistent = not causal and p.kv_len <= 4096
+            return cls(2, 128, blocks=HOPPER_SMS if persistent else 0)
+        tiles = cls(2, 128 if p.v_dim <= 128 else 64)
+        return tiles if tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES else cls(2, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperBackwardTiles:
+    """The backward kernel's shape: `q_tile` queries a step, `stages` slots for queries and output gradients each."""
+
+    q_tile: int
+    stages: int = 2
+
+    def __post_init__(self):
+        if self.q_tile not in (64, 128):
+            raise ValueError(f"{self.q_tile=} must be 64 or 128: two warpgroups share dQ's tile of 64 or 128 rows")
+        if self.stages < 1:
+            raise ValueError(f"{self.stages=} must be at least 1")
+
+    @property
+    def depth_multiple(self) -> int:
+        """Of the query's depth: with 64 rows the two warpgroups share dQ by columns, in whole swizzled tiles."""
+        return 16 if self.q_tile == 128 else 128
+
+    @classmethod
+    def of(cls, problem: Problem) -> HopperBackwardTiles:
+        return cls(128 if max(problem.qk_dim, problem.v_dim) <= 64 else 64)

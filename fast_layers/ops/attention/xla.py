@@ -216,11 +216,11 @@ def _backward(p: Problem, tiles: XlaTiles, residuals: Residuals, d_out: Array, d
         key=d_key[:, :, : p.kv_len].swapaxes(1, 2),
         value=d_value[:, :, : p.kv_len].swapaxes(1, 2),
         bias=None if d_bias is None or inputs.bias is None else _ungroup_bias(p, d_bias, inputs.bias),
-        sinks=None if inputs.sinks is None else _sink_gradient(inputs.sinks, lse, delta),
+        sinks=None if inputs.sinks is None else sink_gradient(inputs.sinks, lse, delta),
     )
 
 
-def _sink_gradient(sinks, lse, delta):
+def sink_gradient(sinks, lse, delta):
     """The sink's value is 0, so only the normaliser depends on it. [N]"""
     weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sinks.astype(lse.dtype)[:, None] - _zero_where_empty(lse)))
     return -(weight * delta).sum((0, 2)).astype(sinks.dtype)

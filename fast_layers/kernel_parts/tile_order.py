@@ -1,0 +1,55 @@
+"""In which order the blocks of a grid take tiles, so that those running together share what they read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax import lax
+
+# Half of an H100's or H200's 50 MB, since the two halves of the cache hold copies of what both read.
+L2_BUDGET_BYTES = 24 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class TileOrder:
+    """Heads in groups whose keys and values fit in L2 together; within a group tile by tile, its heads side by side.
+
+    `heads` counts examples times heads; `tiles` those of one head.
+    """
+
+    heads: int
+    tiles: int
+    group: int
+
+    @classmethod
+    def of(cls, heads: int, tiles: int, sharing: int, bytes_per_shared: int) -> TileOrder:
+        """`sharing` neighbouring heads read the same `bytes_per_shared`."""
+        wanted = max(L2_BUDGET_BYTES // bytes_per_shared, 1) * sharing
+        return cls(heads, tiles, max(d for d in range(1, heads + 1) if heads % d == 0 and d <= wanted))
+
+    @property
+    def total(self) -> int:
+        return self.heads * self.tiles
+
+    def locate(self, index: Any) -> tuple[Any, Any]:
+        """(head, tile) of the `index`-th piece of work."""
+        within = lax.rem(index, self.group * self.tiles)
+        head = lax.div(index, self.group * self.tiles) * self.group + lax.rem(within, self.group)
+        return head, lax.div(within, self.group)
+
+
+def snake(turn: Any, block: Any, blocks: int) -> Any:
+    """The index that `block` takes in its `turn`-th turn: forwards and backwards alternately.
+
+    Pieces of work of falling size then add up to nearly the same for all blocks.
+    """
+    forwards = 1 - lax.rem(turn, 2)
+    return turn * blocks + lax.select(forwards == 1, block, blocks - 1 - block)
+
+
+def turns(total: int, block: Any, blocks: int) -> Any:
+    """How many turns `block` has in all until `total` pieces are done."""
+    whole, rest = divmod(total, blocks)
+    place = block if whole % 2 == 0 else blocks - 1 - block
+    return whole + (place < rest).astype("int32")

@@ -1,0 +1,356 @@
+"""Attention's backward for Hopper (sm_90a): all gradients in one pass over the scores, five products a tile.
+
+Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth.
+
+A block owns 128 keys of one key/value head, 64 for each of its two compute warpgroups, and goes through the query tiles
+that see them, for every query head of the group. Scores stand keys first, so that dK and dV stay in registers:
+
+    load warpgroup                              each compute warpgroup, on its own 64 keys
+    --------------                              ------------------------------------------
+    K, V once           -> kv_ready             scores = K Q^T, d_weights = V dO^T    needs q_ready, d_out_ready
+    Q, lse      -> q_ready     waits q_consumed     dV += P dO                        P = 2^(scores - lse)
+    dO, delta   -> d_out_ready waits ..consumed     dS = P * (d_weights - delta)      -> shared memory, scores_ready
+                                                dQ += dS^T K, its half; dK += dS Q    frees scores_consumed
+
+Both warpgroups need all 128 keys' dS for dQ, so they exchange it through shared memory. Blocks add their dQ to one
+float32 array by TMA; the order in which they do is not fixed, so dQ's last bits may differ from run to run.
+
+Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from fast_layers.kernel_parts.kv_range import KvRange
+from fast_layers.kernel_parts.online_softmax import LOG2_E
+from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
+from fast_layers.kernel_parts.tile_order import TileOrder
+from fast_layers.ops.attention.config import HopperBackwardTiles
+from fast_layers.ops.attention.hopper_call import (
+    ROWS,
+    RowMask,
+    over_batch,
+    pad_axis,
+    pad_for_tma,
+    padded_depth,
+    round_up,
+)
+from fast_layers.ops.attention.hopper_mask import WGMMA, TileMask, tanh
+from fast_layers.ops.attention.problem import Inputs, Problem, Residuals, finite_or_zero
+from fast_layers.ops.attention.xla import sink_gradient
+
+BY_QUERY = WGMMA.reduce(0)
+WARPGROUPS = 2
+KV_TILE = WARPGROUPS * ROWS
+
+
+class _Operands(NamedTuple):
+    """lse and delta are what the products start from: -lse / scale (the plain -lse with a soft cap) and -delta."""
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K V"]
+    d_out: Float[Array, "B T N V"]
+    lse: Float[Array, "B N T"]
+    delta: Float[Array, "B N T"]
+    mask: RowMask | None
+    q_span: Int[Array, "B|1 J 2"] | None
+
+
+def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array) -> Inputs:
+    """Gradients of all inputs, in the inputs' dtypes."""
+    p = problem
+    inputs, aux, out, lse = residuals
+    tiles = HopperBackwardTiles.of(p)
+    qk_dim, v_dim = padded_depth(p.qk_dim, tiles.depth_multiple), padded_depth(p.v_dim)
+    query = inputs.query
+    sees_none = lse == -jnp.inf
+    if aux.mask.start is not None or aux.mask.stop is not None:
+        # Padding or documents. A hidden weight is 0, but 0 times NaN is NaN: so rows are made finite, and those that
+        # were not start from NaN below, which reaches the keys that they see and no others.
+        broken = ~(jnp.isfinite(query).all(-1) & jnp.isfinite(d_out).all(-1)).swapaxes(1, 2)
+        query = finite_or_zero(query)
+        d_out = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, finite_or_zero(d_out))
+        lse = jnp.where(broken & ~sees_none, jnp.nan, lse)
+    delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    delta = delta - jnp.where(sees_none, 0.0, d_lse)
+    whole = round_up(p.q_len, tiles.q_tile)
+    # A row that sees nothing, or that does not exist, starts from -inf: its weights are 2^-inf = 0.
+    start = jnp.where(jnp.isfinite(delta), -lse / (p.scale if p.softcap is None else 1.0), jnp.nan)
+    start = jnp.where(sees_none, -jnp.inf, start)
+    mask = RowMask.of(p, aux.mask, tiles.q_tile, KV_TILE)
+    operands = _Operands(
+        pad_for_tma(query, tiles.q_tile, qk_dim),
+        pad_for_tma(inputs.key, KV_TILE, qk_dim),
+        pad_for_tma(inputs.value, KV_TILE, v_dim),
+        pad_for_tma(d_out, tiles.q_tile, v_dim),
+        pad_axis(start, whole, 2, -jnp.inf),
+        pad_axis(-finite_or_zero(delta), whole, 2),
+        mask,
+        None if mask is None else _query_span(p, mask, tiles.q_tile),
+    )
+    d_query, d_key, d_value = over_batch(functools.partial(_launch, tiles))(p, operands)
+    return Inputs(
+        query=(d_query[:, : p.q_len, :, : p.qk_dim] * p.scale).astype(p.dtype),
+        key=d_key[:, : p.kv_len, :, : p.qk_dim],
+        value=d_value[:, : p.kv_len, :, : p.v_dim],
+        sinks=None if inputs.sinks is None else sink_gradient(inputs.sinks, lse, delta),
+    )
+
+
+def _query_span(p: Problem, mask: RowMask, q_tile: int) -> Int[Array, "B|1 J 2"]:
+    """The query tiles that each tile of keys visits."""
+    visits = KvRange.of(mask.start, mask.stop, q_tile).transpose(KV_TILE, -(-p.kv_len // KV_TILE))
+    return jnp.stack(visits, -1)
+
+
+# Jitted, so that a model of many equal layers traces and lowers the kernel once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _launch(tiles: HopperBackwardTiles, p: Problem, operands: _Operands):
+    _, q_rows, _, qk_dim = operands.query.shape
+    _, kv_rows, _, v_dim = operands.value.shape
+    q_tile, ring = tiles.q_tile, tiles.stages
+    kv_tiles = -(-p.kv_len // KV_TILE)
+    # The two warpgroups share dQ's tile: by rows where there are two times 64, else by columns.
+    by_rows = q_tile == WARPGROUPS * ROWS
+    panels = 1 if by_rows else WARPGROUPS
+    panel = qk_dim // panels
+    bytes_per_head = p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
+    order = TileOrder.of(p.batch * p.kv_heads, kv_tiles, 1, bytes_per_head)
+    tree = jax.tree.structure(operands)
+
+    def attention_backward(*refs, **scratch):
+        inputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        d_query_ref, d_key_ref, d_value_ref = refs[tree.num_leaves :]
+        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        mask = TileMask(p, q_tile, KV_TILE, inputs.mask)
+        s = _Scratch(**scratch)
+        head, kv_index = order.locate(block)
+        example, kv_head = lax.div(head, p.kv_heads), lax.rem(head, p.kv_heads)
+        first, last = mask.query_span(example, kv_index, inputs.q_span)
+        per_head = last - first
+        steps = per_head * p.group
+
+        def place(step):
+            """(query head, query tile) of a step."""
+            turn = lax.div(step, jnp.maximum(per_head, 1))
+            return kv_head * p.group + turn, first + step - turn * per_head
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _load():
+            plgpu.set_max_registers(24, action="decrease")
+            load(inputs, s, example, kv_head, kv_index, steps, place)
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _compute():
+            plgpu.set_max_registers(240, action="increase")
+            keys = pl.ds(kv_index * KV_TILE + warpgroup * ROWS, ROWS)
+            d_key, d_value = compute(s, mask, d_query_ref, example, keys.start, warpgroup, steps, place)
+
+            @pl.when(steps > 0)
+            def _other_done():
+                plgpu.barrier_wait(s.scores_consumed)  # K's slot is free once both have used it for dQ
+
+            d_key = (d_key * p.scale).astype(p.dtype)
+            own = pl.ds(warpgroup * ROWS, ROWS)
+            for i in range(panels):
+                s.k_slot[i, own] = d_key[:, i * panel : (i + 1) * panel]
+            s.v_slot[warpgroup] = d_value.astype(p.dtype)
+            plgpu.commit_smem()
+            for i in range(panels):
+                to = d_key_ref.at[example, keys, kv_head, pl.ds(i * panel, panel)]
+                plgpu.copy_smem_to_gmem(s.k_slot.at[i, own], to)
+            plgpu.copy_smem_to_gmem(s.v_slot.at[warpgroup], d_value_ref.at[example, keys, kv_head])
+            plgpu.wait_smem_to_gmem(0)
+
+    def load(inputs: _Operands, s: _Scratch, example, kv_head, kv_index, steps, place):
+        k_start = kv_index * KV_TILE
+        for i in range(panels):
+            key = inputs.key.at[example, pl.ds(k_start, KV_TILE), kv_head, pl.ds(i * panel, panel)]
+            plgpu.copy_gmem_to_smem(key, s.k_slot.at[i], s.kv_ready)
+        for i in range(WARPGROUPS):
+            value = inputs.value.at[example, pl.ds(k_start + i * ROWS, ROWS), kv_head]
+            plgpu.copy_gmem_to_smem(value, s.v_slot.at[i], s.kv_ready)
+
+        def load_queries(step, _):
+            head, q_index = place(step)
+            slot, rows = lax.rem(step, ring), pl.ds(q_index * q_tile, q_tile)
+
+            @pl.when(step >= ring)
+            def _wait_q():
+                plgpu.barrier_wait(s.q_consumed.at[slot])
+
+            plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[slot], s.q_ready.at[slot])
+            plgpu.copy_gmem_to_smem(inputs.lse.at[example, head, rows], s.lse_slots.at[slot], s.q_ready.at[slot])
+
+            @pl.when(step >= ring)
+            def _wait_d_out():
+                plgpu.barrier_wait(s.d_out_consumed.at[slot])
+
+            ready = s.d_out_ready.at[slot]
+            plgpu.copy_gmem_to_smem(inputs.d_out.at[example, rows, head], s.d_out_slots.at[slot], ready)
+            plgpu.copy_gmem_to_smem(inputs.delta.at[example, head, rows], s.delta_slots.at[slot], ready)
+
+        lax.fori_loop(0, steps, load_queries, None)
+
+    def compute(s: _Scratch, mask: TileMask, d_query_ref, example, k_start, warpgroup, steps, place):
+        own = pl.ds(warpgroup * ROWS, ROWS)
+        key = [s.k_slot.at[i, own] for i in range(panels)]
+        value = s.v_slot.at[warpgroup]
+        plgpu.barrier_wait(s.kv_ready)
+        if mask.hides:
+            # A weight of 0 times NaN is NaN, so what is hidden must be finite. Who sees a broken key has an lse of NaN.
+            for tile in (*key, value):
+                _make_finite(tile)
+            plgpu.commit_smem()
+
+        def weights_and_gradients(score_acc, d_weight_acc, slot, q_index):
+            query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
+            plgpu.barrier_wait(s.q_ready.at[slot])
+            plgpu.barrier_wait(s.d_out_ready.at[slot])
+            lse = by_query(plgpu.load(s.lse_slots.at[slot], layout=BY_QUERY))
+            if p.softcap is None:
+                score_acc[...] = lse
+            d_weight_acc[...] = by_query(plgpu.load(s.delta_slots.at[slot], layout=BY_QUERY))
+            for i in range(panels):
+                plgpu.wgmma(score_acc, key[i], query.at[:, i * panel : (i + 1) * panel].T)
+            plgpu.wgmma(d_weight_acc, value, d_out.T)
+            scores = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)  # d_weights' product goes on
+            to_log2, d_cap = p.scale * LOG2_E, None
+            if p.softcap is not None:
+                squashed = tanh(scores * (p.scale / p.softcap))
+                d_cap = (1.0 - squashed) * (1.0 + squashed)
+                scores, to_log2 = p.softcap * squashed + lse, LOG2_E
+            if mask.hides:
+
+                def hide(scores):
+                    rows = mask.rows(example, q_index * q_tile, q_tile, 1)
+                    return mask.hide(scores, rows, example, q_index * q_tile, k_start, 1)
+
+                ragged = mask.ragged_for_keys(example, q_index, k_start, ROWS)
+                scores = lax.cond(ragged, hide, lambda x: x, scores)
+            weights = jnp.exp2(scores * to_log2)
+            d_weights = plgpu.wgmma_accumulator_load(d_weight_acc, wait_n=0)
+            return weights, d_weights if d_cap is None else d_weights * d_cap
+
+        def over_queries(d_key, d_value):
+            def step(i, _):
+                head, q_index = place(i)
+                slot = lax.rem(i, ring)
+                query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
+                weights, d_weights = pl.run_scoped(
+                    functools.partial(weights_and_gradients, slot=slot, q_index=q_index),
+                    plgpu.ACC((ROWS, q_tile), jnp.float32),
+                    plgpu.ACC((ROWS, q_tile), jnp.float32),
+                )
+                plgpu.wgmma(d_value, weights.astype(p.dtype), d_out)
+                d_scores = (weights * d_weights).astype(p.dtype)
+
+                @pl.when(i > 0)
+                def _wait_consumed():
+                    plgpu.barrier_wait(s.scores_consumed)
+
+                for j in range(q_tile // ROWS):
+                    s.d_scores[j, own] = d_scores[:, j * ROWS : (j + 1) * ROWS]
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(s.scores_ready)
+                plgpu.barrier_wait(s.scores_ready)
+
+                def d_query_and_key(acc):
+                    mine, other = (warpgroup, 0) if by_rows else (0, warpgroup)
+                    plgpu.wgmma(acc, s.d_scores.at[mine].T, s.k_slot.at[other])
+                    plgpu.wgmma(d_key, d_scores, query)
+                    return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+                d_query = pl.run_scoped(d_query_and_key, plgpu.ACC((ROWS, panel), jnp.float32))
+                plgpu.barrier_arrive(s.d_out_consumed.at[slot])
+                plgpu.barrier_arrive(s.scores_consumed)
+                plgpu.barrier_arrive(s.q_consumed.at[slot])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                d_query_slot = s.d_query_slots.at[warpgroup]
+                d_query_slot[...] = d_query
+                plgpu.commit_smem()
+                if by_rows:
+                    to = d_query_ref.at[example, pl.ds(q_index * q_tile + warpgroup * ROWS, ROWS), head]
+                else:
+                    columns = pl.ds(warpgroup * panel, panel)
+                    to = d_query_ref.at[example, pl.ds(q_index * q_tile, ROWS), head, columns]
+                plgpu.copy_smem_to_gmem(d_query_slot, to, reduction_op="add")
+
+            lax.fori_loop(0, steps, step, None)
+            return d_key[...], d_value[...]
+
+        return pl.run_scoped(
+            over_queries, plgpu.ACC((ROWS, qk_dim), jnp.float32), plgpu.ACC((ROWS, v_dim), jnp.float32)
+        )
+
+    def by_query(x):
+        return lax.broadcast_in_dim(x, (ROWS, q_tile), [1])
+
+    scratch = {
+        "k_slot": smem_tile(panels, KV_TILE, panel, dtype=p.dtype),
+        "v_slot": smem_tile(WARPGROUPS, ROWS, v_dim, dtype=p.dtype),
+        "q_slots": smem_tile(ring, q_tile, qk_dim, dtype=p.dtype),
+        "d_out_slots": smem_tile(ring, q_tile, v_dim, dtype=p.dtype),
+        "d_scores": smem_tile(q_tile // ROWS, KV_TILE, ROWS, dtype=p.dtype),
+        "d_query_slots": smem_tile(WARPGROUPS, ROWS, panel, dtype=jnp.float32),
+        "lse_slots": plgpu.SMEM((ring, q_tile), jnp.float32),
+        "delta_slots": plgpu.SMEM((ring, q_tile), jnp.float32),
+        "kv_ready": plgpu.Barrier(num_arrivals=panels + WARPGROUPS),
+        "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=ring),
+        "d_out_ready": plgpu.Barrier(num_arrivals=2, num_barriers=ring),
+        "q_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
+        "d_out_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
+        "scores_ready": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "scores_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS),
+    }
+    d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), jnp.float32))
+    d_key, d_value = plgpu.kernel(
+        attention_backward,
+        out_type=tuple(jax.ShapeDtypeStruct((p.batch, kv_rows, p.kv_heads, dim), p.dtype) for dim in (qk_dim, v_dim)),
+        grid=(order.total,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*jax.tree.leaves(operands), d_query)
+    return d_query[...], d_key, d_value
+
+
+def _make_finite(tile: Any) -> None:
+    """Zeros in place of NaN and inf, one column of swizzled tiles at a time to spare registers."""
+    columns = swizzled_columns(tile.shape[1], tile.dtype)
+    for start in range(0, tile.shape[1], columns):
+        part = tile.at[:, start : start + columns]
+        x = plgpu.load(part, layout=WGMMA, optimized=False)
+        part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros_like(x))
+
+
+class _Scratch(NamedTuple):
+    """What a block holds in shared memory: tiles, and the barriers named after the event that they wait for."""
+
+    k_slot: Any
+    v_slot: Any
+    q_slots: Any
+    d_out_slots: Any
+    d_scores: Any
+    d_query_slots: Any
+    lse_slots: Any
+    delta_slots: Any
+    kv_ready: Any
+    q_ready: Any
+    d_out_ready: Any
+    q_consumed: Any
+    d_out_consumed: Any
+    scores_ready: Any
+    scores_consumed: Any

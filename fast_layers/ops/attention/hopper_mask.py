@@ -1,0 +1,192 @@
+"""A mask inside the Hopper kernels: which tiles to visit, and which of their scores to hide.
+
+A tile of keys is skipped if no row of the query tile sees it, plain if every row sees all of it, and ragged otherwise.
+`q_axis` is 0 where scores stand as [queries, keys] (forward) and 1 where they stand as [keys, queries] (backward).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fast_layers.kernel_parts.online_softmax import LOG2_E
+from fast_layers.kernel_parts.smem_tile import swizzled_columns
+from fast_layers.ops.attention.hopper_call import ROWS, RowMask
+from fast_layers.ops.attention.problem import Problem
+
+WGMMA = plgpu.Layout.WGMMA
+
+
+class Span(NamedTuple):
+    """Half-open ranges of tiles: those to visit, and among them those that need no mask."""
+
+    first: Any
+    last: Any
+    full_first: Any
+    full_last: Any
+
+    def ragged(self, tile: Any) -> Any:
+        return (tile < self.full_first) | (tile >= self.full_last)
+
+
+class Rows(NamedTuple):
+    """A tile of query rows of a `RowMask`, in registers."""
+
+    start: Any
+    stop: Any
+    segments: Any
+
+
+class TileMask:
+    """`refs` are a `RowMask`'s arrays in the GPU's memory, None for a static band."""
+
+    def __init__(self, problem: Problem, q_tile: int, kv_tile: int, refs: RowMask | None):
+        self.problem, self.q_tile, self.kv_tile, self.refs = problem, q_tile, kv_tile, refs
+        band = problem.mask.band
+        self.low, self.high = (None, None) if band is None else (band.low, band.high)
+        self.cuts_keys = problem.kv_len % kv_tile != 0
+
+    @property
+    def hides(self) -> bool:
+        """Whether any score may be hidden at all."""
+        return self.refs is not None or self.low is not None or self.high is not None or self.cuts_keys
+
+    @property
+    def hides_real_keys(self) -> bool:
+        """Whether a key that exists may be hidden from a row of a tile that is visited."""
+        return self.refs is not None or self.low is not None or self.high is not None
+
+    def key_span(self, example: Any, q_index: Any) -> Span:
+        """The key tiles of a query tile; at least one, so that a loop over them has a first."""
+        size, keys, tile = self.q_tile, self.problem.kv_len, self.kv_tile
+        if self.refs is not None:
+            tiles = self.refs.tiles.at[self._shared(self.refs.tiles, example), q_index]
+            first, last, full_first, full_last = (tiles[i] for i in range(4))
+        else:
+            q_start = q_index * size
+            first = full_first = jnp.int32(0)
+            last = full_last = jnp.int32(keys)
+            if self.low is not None:
+                first, full_first = (jnp.clip(q_start + self.low + d, 0, keys) for d in (0, size - 1))
+            if self.high is not None:
+                last, full_last = (jnp.clip(q_start + self.high + 1 + d, 0, keys) for d in (size - 1, 0))
+        last_tile = lax.div(last + (tile - 1), tile)
+        first_tile = jnp.minimum(lax.div(first, tile), (keys - 1) // tile)
+        return Span(
+            first_tile,
+            jnp.maximum(last_tile, first_tile + 1),
+            lax.div(full_first + (tile - 1), tile),
+            lax.div(full_last, tile),
+        )
+
+    def query_span(self, example: Any, kv_index: Any, spans: Any) -> tuple[Any, Any]:
+        """The query tiles that may see a tile of keys, [first, last); `spans` says it where a `RowMask` is given."""
+        size, queries = self.q_tile, self.problem.q_len
+        if spans is not None:
+            of_tile = spans.at[self._shared(spans, example), kv_index]
+            return of_tile[0], of_tile[1]
+        k_start = kv_index * self.kv_tile
+        first, last = jnp.int32(0), jnp.int32(queries)
+        if self.high is not None:
+            first = jnp.clip(k_start - self.high, 0, queries)
+        if self.low is not None:
+            last = jnp.clip(k_start + self.kv_tile - self.low, 0, queries)
+        first_tile = lax.div(first, size)
+        return first_tile, jnp.maximum(lax.div(last + (size - 1), size), first_tile)
+
+    def ragged_for_keys(self, example: Any, q_index: Any, k_start: Any, keys: int) -> Any:
+        """Whether some row of a query tile does not see some of `keys` keys from `k_start` on."""
+        if self.refs is not None:
+            tiles = self.refs.tiles.at[self._shared(self.refs.tiles, example), q_index]
+            return (tiles[2] > k_start) | (tiles[3] < k_start + keys)
+        ragged = k_start + keys > self.problem.kv_len
+        q_start = q_index * self.q_tile
+        if self.low is not None:
+            ragged |= q_start + (self.q_tile - 1) + self.low > k_start
+        if self.high is not None:
+            ragged |= q_start + self.high < k_start + (keys - 1)
+        return ragged
+
+    def rows(self, example: Any, q_start: Any, size: int, q_axis: int) -> Rows | None:
+        """Loads the rows' part of the mask, if it has one."""
+        if self.refs is None:
+            return None
+        load = functools.partial(self._load, example=example, start=q_start, size=size, axis=q_axis)
+        refs = self.refs
+        return Rows(
+            load(refs.start), load(refs.stop), None if refs.query_segments is None else load(refs.query_segments)
+        )
+
+    def hide(self, scores: Any, rows: Rows | None, example: Any, q_start: Any, k_start: Any, q_axis: int) -> Any:
+        """-inf in place of the scores that the mask hides."""
+        shape, k_axis = scores.shape, 1 - q_axis
+        key = plgpu.broadcasted_iota(jnp.int32, shape, k_axis, layout=WGMMA) + k_start
+        conditions = []
+        if rows is not None:
+            spread = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=[q_axis])
+            conditions += [key >= spread(rows.start), key < spread(rows.stop)]
+            if rows.segments is not None:
+                assert self.refs is not None
+                ids = self._load(self.refs.key_segments, example, k_start, shape[k_axis], k_axis)
+                conditions.append(spread(rows.segments) == lax.broadcast_in_dim(ids, shape, [k_axis]))
+        else:
+            query = plgpu.broadcasted_iota(jnp.int32, shape, q_axis, layout=WGMMA) + q_start
+            if self.low is not None:
+                conditions.append(key >= query + self.low)
+            if self.high is not None:
+                conditions.append(key <= query + self.high)
+            if self.cuts_keys:
+                conditions.append(key < self.problem.kv_len)
+        return jnp.where(functools.reduce(jnp.logical_and, conditions), scores, -jnp.inf)
+
+    def _load(self, ref: Any, example: Any, start: Any, size: int, axis: int) -> Any:
+        rows = ref.at[self._shared(ref, example), pl.ds(start, size)]
+        return plgpu.load(rows, layout=WGMMA.reduce(1 - axis), optimized=False)
+
+    @staticmethod
+    def _shared(ref: Any, example: Any) -> Any:
+        return example if ref.shape[0] > 1 else 0
+
+
+def mend_broken_rows(key: Any, value: Any) -> None:
+    """Where a value (a row of a tile in shared memory) has a NaN or inf: that value 0, and its key NaN.
+
+    Whoever sees such a key then gets a score of NaN. Who does not would else get 0 * NaN from the hidden value.
+    """
+    blocks = value.shape[0] // ROWS
+
+    def parts(tile, block):
+        columns = swizzled_columns(tile.shape[1], tile.dtype)
+        rows = pl.ds(block * ROWS, ROWS)
+        return [tile.at[rows, c : c + columns] for c in range(0, tile.shape[1], columns)]
+
+    def nothing_or_nan(block):
+        """[ROWS]: 0, or NaN for a broken row."""
+        loaded = (plgpu.load(part, layout=WGMMA, optimized=False) for part in parts(value, block))
+        return functools.reduce(jnp.add, ((x * jnp.zeros_like(x)).astype(jnp.float32).sum(axis=1) for x in loaded))
+
+    def mend(block, _):
+        broken = nothing_or_nan(block) != 0  # NaN differs from everything
+        for tile, what in ((value, 0), (key, jnp.nan)):
+            for part in parts(tile, block):
+                x = plgpu.load(part, layout=WGMMA, optimized=False)
+                spread = lax.broadcast_in_dim(broken, x.shape, [0])
+                part[...] = jnp.where(spread, jnp.full_like(x, what), x)
+
+    whole = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
+    whole = lax.fori_loop(0, blocks, lambda block, x: x + nothing_or_nan(block), whole)
+
+    @pl.when(whole.sum() != 0)
+    def _mend_all():
+        lax.fori_loop(0, blocks, mend, None)
+
+
+def tanh(x: jax.Array) -> jax.Array:
+    """Through exp2, accurate to float32's last bits; the GPU's own tanh is good for 11 bits only."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2_E)))
