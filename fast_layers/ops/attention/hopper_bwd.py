@@ -156,10 +156,6 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: _Operands):
             keys = pl.ds(kv_index * KV_TILE + warpgroup * ROWS, ROWS)
             d_key, d_value = compute(s, mask, d_query_ref, example, keys.start, warpgroup, steps, place)
 
-            @pl.when(steps > 0)
-            def _other_done():
-                plgpu.barrier_wait(s.scores_consumed)  # K's slot is free once both have used it for dQ
-
             d_key = (d_key * p.scale).astype(p.dtype)
             own = pl.ds(warpgroup * ROWS, ROWS)
             for i in range(panels):
@@ -242,13 +238,29 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: _Operands):
             d_weights = plgpu.wgmma_accumulator_load(d_weight_acc, wait_n=0)
             return weights, d_weights if d_cap is None else d_weights * d_cap
 
+        def add_d_query(d_query, step):
+            """Adds this warpgroup's half of a step's dQ to the sum in the GPU's memory."""
+            head, q_index = place(step)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            slot = s.d_query_slots.at[warpgroup]
+            slot[...] = d_query
+            plgpu.commit_smem()
+            if by_rows:
+                to = d_query_ref.at[example, pl.ds(q_index * q_tile + warpgroup * ROWS, ROWS), head]
+            else:
+                to = d_query_ref.at[example, pl.ds(q_index * q_tile, ROWS), head, pl.ds(warpgroup * panel, panel)]
+            plgpu.copy_smem_to_gmem(slot, to, reduction_op="add")
+
+        def multiply_d_query(acc, buffer):
+            mine, columns = (warpgroup, 0) if by_rows else (0, warpgroup)
+            plgpu.wgmma(acc, s.d_scores.at[buffer, mine].T, s.k_slot.at[columns])
+
         def over_queries(d_key, d_value):
             def step(i, _):
-                head, q_index = place(i)
-                slot = lax.rem(i, ring)
+                slot, buffer = lax.rem(i, ring), lax.rem(i, 2)
                 query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
                 weights, d_weights = pl.run_scoped(
-                    functools.partial(weights_and_gradients, slot=slot, q_index=q_index),
+                    functools.partial(weights_and_gradients, slot=slot, q_index=place(i)[1]),
                     plgpu.ACC((ROWS, q_tile), jnp.float32),
                     plgpu.ACC((ROWS, q_tile), jnp.float32),
                 )
@@ -257,36 +269,46 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: _Operands):
 
                 @pl.when(i > 0)
                 def _wait_consumed():
-                    plgpu.barrier_wait(s.scores_consumed)
+                    plgpu.barrier_wait(s.scores_consumed.at[buffer])
 
-                for j in range(q_tile // ROWS):
-                    s.d_scores[j, own] = d_scores[:, j * ROWS : (j + 1) * ROWS]
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(s.scores_ready)
-                plgpu.barrier_wait(s.scores_ready)
+                write_d_scores(buffer, d_scores)
+                # dQ lags a step behind, so that neither warpgroup waits for the other's scores of this step.
+                plgpu.barrier_wait(s.scores_ready.at[1 - buffer])
 
                 def d_query_and_key(acc):
-                    mine, other = (warpgroup, 0) if by_rows else (0, warpgroup)
-                    plgpu.wgmma(acc, s.d_scores.at[mine].T, s.k_slot.at[other])
+                    multiply_d_query(acc, 1 - buffer)
                     plgpu.wgmma(d_key, d_scores, query)
-                    return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+                    return plgpu.wgmma_accumulator_load(acc, wait_n=1)  # dK's product goes on
 
                 d_query = pl.run_scoped(d_query_and_key, plgpu.ACC((ROWS, panel), jnp.float32))
                 plgpu.barrier_arrive(s.d_out_consumed.at[slot])
-                plgpu.barrier_arrive(s.scores_consumed)
+                plgpu.barrier_arrive(s.scores_consumed.at[1 - buffer])
+                add_d_query(d_query, jnp.maximum(i - 1, 0))
+                plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(s.q_consumed.at[slot])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                d_query_slot = s.d_query_slots.at[warpgroup]
-                d_query_slot[...] = d_query
-                plgpu.commit_smem()
-                if by_rows:
-                    to = d_query_ref.at[example, pl.ds(q_index * q_tile + warpgroup * ROWS, ROWS), head]
-                else:
-                    columns = pl.ds(warpgroup * panel, panel)
-                    to = d_query_ref.at[example, pl.ds(q_index * q_tile, ROWS), head, columns]
-                plgpu.copy_smem_to_gmem(d_query_slot, to, reduction_op="add")
 
-            lax.fori_loop(0, steps, step, None)
+            def write_d_scores(buffer, d_scores):
+                for j in range(q_tile // ROWS):
+                    s.d_scores[buffer, j, own] = d_scores[:, j * ROWS : (j + 1) * ROWS]
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(s.scores_ready.at[buffer])
+
+            @pl.when(steps > 0)
+            def _all_steps():
+                # The step before the first has no scores: its dQ adds zeros.
+                write_d_scores(1, plgpu.layout_cast(jnp.zeros((ROWS, q_tile), p.dtype), WGMMA))
+                lax.fori_loop(0, steps, step, None)
+                buffer = lax.rem(steps - 1, 2)
+                plgpu.barrier_wait(s.scores_ready.at[buffer])
+
+                def last(acc):
+                    multiply_d_query(acc, buffer)
+                    return acc[...]
+
+                add_d_query(pl.run_scoped(last, plgpu.ACC((ROWS, panel), jnp.float32)), steps - 1)
+                plgpu.barrier_arrive(s.scores_consumed.at[buffer])
+                plgpu.barrier_wait(s.scores_consumed.at[buffer])  # K's slot is free once both have used it for dQ
+
             return d_key[...], d_value[...]
 
         return pl.run_scoped(
@@ -301,7 +323,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: _Operands):
         "v_slot": smem_tile(WARPGROUPS, ROWS, v_dim, dtype=p.dtype),
         "q_slots": smem_tile(ring, q_tile, qk_dim, dtype=p.dtype),
         "d_out_slots": smem_tile(ring, q_tile, v_dim, dtype=p.dtype),
-        "d_scores": smem_tile(q_tile // ROWS, KV_TILE, ROWS, dtype=p.dtype),
+        "d_scores": smem_tile(2, q_tile // ROWS, KV_TILE, ROWS, dtype=p.dtype),
         "d_query_slots": smem_tile(WARPGROUPS, ROWS, panel, dtype=jnp.float32),
         "lse_slots": plgpu.SMEM((ring, q_tile), jnp.float32),
         "delta_slots": plgpu.SMEM((ring, q_tile), jnp.float32),
@@ -310,8 +332,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: _Operands):
         "d_out_ready": plgpu.Barrier(num_arrivals=2, num_barriers=ring),
         "q_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
         "d_out_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
-        "scores_ready": plgpu.Barrier(num_arrivals=WARPGROUPS),
-        "scores_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "scores_ready": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
+        "scores_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
     }
     d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), jnp.float32))
     d_key, d_value = plgpu.kernel(
