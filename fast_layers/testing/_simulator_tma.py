@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.testing._simulator_machine import Access, Key, in_block, machine, plain_transforms
@@ -50,11 +50,16 @@ def load(
     *, token, mesh_location, thread, src, src_transforms, dst, dst_transforms, barrier, predicate, group, partition,
     source_info=None,
 ):  # fmt: skip
-    """GMEM to SMEM, if the predicate holds; `group` are the blocks that copy together, or None."""
-    if predicate is not None and not bool(predicate):
-        return token
+    """GMEM to SMEM, if the predicate holds; `group` are the blocks that copy together, or None.
+
+    A load whose predicate does not hold moves nothing, but arrives on its barrier like any other.
+    """
     gpu = machine()
     src_key, dst_key, barrier_key = Key.from_array(src), Key.from_array(dst), Key.from_array(barrier)
+    if predicate is not None and not bool(predicate):
+        logging_info = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
+        gpu.get_barrier(barrier_key).arrive(thread, gpu.get_clock(thread), logging_info)
+        return token
     src_access = gpu.access(src_key, plain_transforms(src_transforms))
     dst_access = gpu.access(dst_key, plain_transforms(dst_transforms))
     blocks = () if group is None else blocks_together(mesh_location, *group)
@@ -88,8 +93,8 @@ class ReducingStore(gpu_callbacks.AsyncCopySmemToGmemTask):
 
     reduction: str
 
-    def post_read(self, tma_thread_id, shared_memory):
-        if shared_memory.detect_races:
+    def post_read(self, tma_thread_id, gpu):
+        if gpu.detect_races:
             assert self.clock is not None
             self.clock.inc(tma_thread_id)
             self.write_clock = self.clock.copy()
