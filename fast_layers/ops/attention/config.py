@@ -142,6 +142,52 @@ class HopperBackwardTiles:
         """Of the query's depth: with 64 rows the two warpgroups share dQ by columns, in whole swizzled tiles."""
         return 16 if self.q_tile == 128 else 128
 
+    @property
+    def kv_tile(self) -> int:
+        return 128
+
     @classmethod
     def of(cls, problem: Problem) -> HopperBackwardTiles:
         return cls(128 if max(problem.qk_dim, problem.v_dim) <= 64 else 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperDeepBackwardTiles:
+    """The shape of the backward kernel for depths over 128: tiles of 64 queries and 64 keys.
+
+    `q_slots` and `d_out_slots` tiles of queries and of output gradients; `d_query_slots` panels of dQ for each of the
+    two warpgroups; `exact_weights`: whether the weights go from one to the other in float32.
+    """
+
+    q_tile = kv_tile = 64
+    depth_multiple = 64
+    """Of the query's depth: the two warpgroups share dQ by panels of 64 columns."""
+
+    q_slots: int = 2
+    d_out_slots: int = 1
+    d_query_slots: int = 1
+    exact_weights: bool = False
+
+    def __post_init__(self):
+        for name in ("q_slots", "d_out_slots", "d_query_slots"):
+            if getattr(self, name) not in (1, 2):
+                raise ValueError(f"{name}={getattr(self, name)} must be 1 or 2")
+
+    def weights_dtype(self, problem: Problem):
+        return "float32" if self.exact_weights else problem.dtype
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Of 16-bit tiles; barriers and row vectors take less than the last 2 KiB."""
+        qk_dim, v_dim = -(-problem.qk_dim // 64) * 64, problem.v_dim
+        tiles = 2 * 64 * ((1 + self.q_slots) * qk_dim + (1 + self.d_out_slots) * v_dim)
+        weights = (4 if self.exact_weights else 2) + 2
+        return tiles + 64 * 64 * weights + 2 * self.d_query_slots * 4 * 64 * 64 + (2 << 10)
+
+    @classmethod
+    def of(cls, problem: Problem) -> HopperDeepBackwardTiles:
+        """The most that fits; depth 256 comes to the last."""
+        return next(
+            tiles
+            for tiles in (cls(2, 2, 2), cls(2, 2, 1), cls(2, 1, 1))
+            if tiles.smem_bytes(problem) <= HOPPER_SMEM_BYTES
+        )

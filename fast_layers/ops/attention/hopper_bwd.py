@@ -34,7 +34,7 @@ from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.kernel_parts.tile_order import TileOrder
-from fast_layers.ops.attention.config import HopperBackwardTiles
+from fast_layers.ops.attention.config import HopperBackwardTiles, HopperDeepBackwardTiles
 from fast_layers.ops.attention.hopper_call import (
     ROWS,
     RowMask,
@@ -51,9 +51,11 @@ from fast_layers.ops.attention.xla import sink_gradient
 BY_QUERY = WGMMA.reduce(0)
 WARPGROUPS = 2
 KV_TILE = WARPGROUPS * ROWS
+MAX_SHALLOW_DEPTH = 128
+"""Beyond, dK and dV of 64 keys do not fit in one warpgroup: see hopper_bwd_deep."""
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """lse and delta are what the products start from: -lse / scale (the plain -lse with a soft cap) and -delta."""
 
     query: Float[Array, "B T N H"]
@@ -70,7 +72,12 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     """Gradients of all inputs, in the inputs' dtypes."""
     p = problem
     inputs, aux, out, lse = residuals
-    tiles = HopperBackwardTiles.of(p)
+    if max(p.qk_dim, p.v_dim) > MAX_SHALLOW_DEPTH:
+        from fast_layers.ops.attention import hopper_bwd_deep
+
+        tiles, launch = HopperDeepBackwardTiles.of(p), hopper_bwd_deep.launch
+    else:
+        tiles, launch = HopperBackwardTiles.of(p), _launch
     qk_dim, v_dim = padded_depth(p.qk_dim, tiles.depth_multiple), padded_depth(p.v_dim)
     query = inputs.query
     sees_none = lse == -jnp.inf
@@ -87,18 +94,18 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     # A row that sees nothing, or that does not exist, starts from -inf: its weights are 2^-inf = 0.
     start = jnp.where(jnp.isfinite(delta), -lse / (p.scale if p.softcap is None else 1.0), jnp.nan)
     start = jnp.where(sees_none, -jnp.inf, start)
-    mask = RowMask.of(p, aux.mask, tiles.q_tile, KV_TILE)
-    operands = _Operands(
+    mask = RowMask.of(p, aux.mask, tiles.q_tile, tiles.kv_tile)
+    operands = Operands(
         pad_for_tma(query, tiles.q_tile, qk_dim),
-        pad_for_tma(inputs.key, KV_TILE, qk_dim),
-        pad_for_tma(inputs.value, KV_TILE, v_dim),
+        pad_for_tma(inputs.key, tiles.kv_tile, qk_dim),
+        pad_for_tma(inputs.value, tiles.kv_tile, v_dim),
         pad_for_tma(d_out, tiles.q_tile, v_dim),
         pad_axis(start, whole, 2, -jnp.inf),
         pad_axis(-finite_or_zero(delta), whole, 2),
         mask,
-        None if mask is None else _query_span(p, mask, tiles.q_tile),
+        None if mask is None else _query_span(p, mask, tiles.q_tile, tiles.kv_tile),
     )
-    d_query, d_key, d_value = over_batch(functools.partial(_launch, tiles))(p, operands)
+    d_query, d_key, d_value = over_batch(functools.partial(launch, tiles))(p, operands)
     return Inputs(
         query=(d_query[:, : p.q_len, :, : p.qk_dim] * p.scale).astype(p.dtype),
         key=d_key[:, : p.kv_len, :, : p.qk_dim],
@@ -107,15 +114,15 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     )
 
 
-def _query_span(p: Problem, mask: RowMask, q_tile: int) -> Int[Array, "B|1 J 2"]:
+def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Array, "B|1 J 2"]:
     """The query tiles that each tile of keys visits."""
-    visits = KvRange.of(mask.start, mask.stop, q_tile).transpose(KV_TILE, -(-p.kv_len // KV_TILE))
+    visits = KvRange.of(mask.start, mask.stop, q_tile).transpose(kv_tile, -(-p.kv_len // kv_tile))
     return jnp.stack(visits, -1)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _launch(tiles: HopperBackwardTiles, p: Problem, operands: _Operands):
+def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     _, q_rows, _, qk_dim = operands.query.shape
     _, kv_rows, _, v_dim = operands.value.shape
     q_tile, ring = tiles.q_tile, tiles.stages
@@ -168,7 +175,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: _Operands):
             plgpu.copy_smem_to_gmem(s.v_slot.at[warpgroup], d_value_ref.at[example, keys, kv_head])
             plgpu.wait_smem_to_gmem(0)
 
-    def load(inputs: _Operands, s: _Scratch, example, kv_head, kv_index, steps, place):
+    def load(inputs: Operands, s: _Scratch, example, kv_head, kv_index, steps, place):
         k_start = kv_index * KV_TILE
         for i in range(panels):
             key = inputs.key.at[example, pl.ds(k_start, KV_TILE), kv_head, pl.ds(i * panel, panel)]
@@ -206,7 +213,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: _Operands):
         if mask.hides:
             # A weight of 0 times NaN is NaN, so what is hidden must be finite. Who sees a broken key has an lse of NaN.
             for tile in (*key, value):
-                _make_finite(tile)
+                make_finite(tile)
             plgpu.commit_smem()
 
         def weights_and_gradients(score_acc, d_weight_acc, slot, q_index):
@@ -349,7 +356,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: _Operands):
     return d_query[...], d_key, d_value
 
 
-def _make_finite(tile: Any) -> None:
+def make_finite(tile: Any) -> None:
     """Zeros in place of NaN and inf, one column of swizzled tiles at a time to spare registers."""
     columns = swizzled_columns(tile.shape[1], tile.dtype)
     for start in range(0, tile.shape[1], columns):

@@ -30,7 +30,7 @@ ROWS = 64
 DEPTH_MULTIPLE = 16
 _TMA_ROWS = 8
 MAX_DEPTH = 256
-MAX_BACKWARD_DEPTH = 128
+MAX_BACKWARD_DEPTH = 256
 
 
 def supports(problem: Problem, arch: Arch, pass_) -> str | None:
