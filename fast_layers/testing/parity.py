@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +61,8 @@ class Case:
     prefix: tuple[int, ...] | None = None
     documents: tuple[int, ...] | None = None
     """Lengths of packed documents, the same in all examples; what remains of a row is padding."""
+    scattered: bool = False
+    """Documents' positions drawn at random instead of one document after the other."""
     dense_mask: bool = False
     bias: tuple[int, int, int, int] | None = None
     softcap: float | None = None
@@ -238,6 +240,7 @@ def check_parity(
     backends: Sequence[str | Backend] | None = None,
     cases: Iterable[str] | Mapping[str, Case] | None = None,
     dtypes: Sequence[Any] | None = None,
+    run: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit,
 ) -> ParityTable:
     """Errors of values and gradients of each backend against the reference, on the device at hand.
 
@@ -247,6 +250,8 @@ def check_parity(
         but the reference.
       cases: names from `CASES`, or a mapping from names to `Case`s of your own; None takes all of `CASES`.
       dtypes: each case in each of them; None takes bfloat16, and for some cases float16 as well.
+      run: makes a function that runs the pass it is given; `lambda fn: lambda *args: simulate(fn, *args).check()` runs
+        it in the simulator.
 
     Returns:
       A `ParityTable`: for each backend, case and dtype the quantities out and lse of the forward, and the gradients
@@ -270,7 +275,7 @@ def check_parity(
                 }
                 if expected is None and None in refusals.values():
                     expected = _expected(draws)
-                rows += _measure((name, dtype.name, backend.name), backend, refusals, draws, expected)
+                rows += _measure((name, dtype.name, backend.name), backend, refusals, draws, expected, run)
     return ParityTable(tuple(rows), str(_arch()))
 
 
@@ -342,6 +347,7 @@ class _Draw:
         if c.prefix is not None:
             given.append(masks.Prefix(np.array(c.prefix, np.int32)))
         ids = None if c.documents is None else _document_ids(c.documents, c.q_len)
+        ids = rng.permuted(np.stack([ids] * c.batch), axis=1) if c.scattered else ids
         inputs, aux, options, _ = api._prepare(
             query,
             key,
@@ -537,21 +543,23 @@ def _measure(
     refusals: Mapping[Pass, str | None],
     draws: list[_Draw],
     expected: _Expected | None,
+    run: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> list[Row]:
     case, dtype, name = place
     rows = [Row(case, dtype, name, pass_, refusal=reason) for pass_, reason in refusals.items() if reason is not None]
     residuals_of = backend if refusals["forward"] is None else None
     # Not jitted with `problem` as a static argument: a backend given twice, with other functions, is another one.
-    forward = jax.jit(lambda draw: (residuals_of.fwd if residuals_of else xla.forward)(draws[0].problem, *draw))
-    backward = jax.jit(lambda residuals, d_out, d_lse: backend.bwd(draws[0].problem, residuals, d_out, d_lse))
+    forward = run(lambda draw: (residuals_of.fwd if residuals_of else xla.forward)(draws[0].problem, *draw))
+    backward = run(lambda residuals, d_out, d_lse: backend.bwd(draws[0].problem, residuals, d_out, d_lse))
+    forward_of = functools.cache(lambda index: forward((draws[index].inputs, draws[index].aux)))
     answers: dict[Pass, list[dict[str, Any]]] = {"forward": [], "backward": []}
     for pass_ in PASSES:
         if refusals[pass_] is not None:
             continue
         assert expected is not None
         try:
-            for draw in draws:
-                out, lse = forward((draw.inputs, draw.aux))
+            for index, draw in enumerate(draws):
+                out, lse = forward_of(index)
                 if pass_ == "forward":
                     answers[pass_].append(jax.device_get({"out": out, "lse": lse}))
                 else:

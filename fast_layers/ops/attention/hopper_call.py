@@ -41,9 +41,10 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
         return f"needs compute capability 9.0 (H100, H200), got {arch.capability[0]}.{arch.capability[1]}"
     if p.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {p.dtype}; cast the inputs"
-    sizes = (p.batch, p.q_len, p.kv_len)
+    sizes = (p.batch, p.q_len, p.kv_len, p.heads, p.kv_heads, p.qk_dim, p.v_dim)
     if not all(isinstance(size, int) for size in sizes):
-        return f"needs a batch and lengths known when tracing, got {sizes}"
+        symbolic = ", ".join(str(size) for size in sizes if not isinstance(size, int))
+        return f"needs sizes known when tracing, got symbolic {symbolic}"
     deepest = MAX_DEPTH if pass_ == "forward" else MAX_BACKWARD_DEPTH
     if max(p.qk_dim, p.v_dim) > deepest:
         return f"the {pass_} kernel takes depths up to {deepest}, got {p.qk_dim} and {p.v_dim}"
@@ -151,10 +152,14 @@ def _one_segment(start, stop, query_ids, key_ids):
     return (at(run, start) == at(run, stop - 1)) & (at(key_ids, start) == query_ids)
 
 
+_SHARED = frozenset({"sinks", "mask", "q_span"})
+
+
 def over_batch(run: Callable[[Problem, Any], Any]) -> Callable[[Problem, Any], Any]:
     """`run(problem, operands)`, which `jax.vmap` calls once on a larger batch.
 
-    Each array in `operands` and each result has the batch, or 1 for what all examples share, as its first dimension.
+    Each array in `operands`, a named tuple, and each result has the batch as its first dimension; those of the names
+    in `_SHARED` may have 1, for what all examples share.
     """
 
     def call(problem: Problem, operands: Any) -> Any:
@@ -162,15 +167,17 @@ def over_batch(run: Callable[[Problem, Any], Any]) -> Callable[[Problem, Any], A
 
         @mapped.def_vmap
         def _fold(axis_size, in_batched, operands):
-            def fold(x, batched):
-                if not batched and x.shape[0] == 1:
+            def fold(name, x, batched):
+                if not batched and x.shape[0] == 1 and name in _SHARED:
                     return x
                 x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
                 x = jnp.broadcast_to(x, (axis_size, problem.batch, *x.shape[2:]))
                 return x.reshape(axis_size * problem.batch, *x.shape[2:])
 
             larger = dataclasses.replace(problem, batch=axis_size * problem.batch)
-            out = call(larger, jax.tree.map(fold, operands, in_batched[0]))
+            fields = zip(operands._fields, operands, in_batched[0], strict=True)
+            folded = type(operands)(*(jax.tree.map(functools.partial(fold, name), x, b) for name, x, b in fields))
+            out = call(larger, folded)
             unfolded = jax.tree.map(lambda x: x.reshape(axis_size, problem.batch, *x.shape[1:]), out)
             return unfolded, jax.tree.map(lambda _: True, unfolded)
 

@@ -1,0 +1,180 @@
+"""Which calls the Hopper kernels take, why not the others, and that asking costs nothing. Runs anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fast_layers
+from fast_layers.arch import Arch
+from fast_layers.dispatch import PASSES, choose
+from fast_layers.ops.attention import api, hopper_call, masks
+from fast_layers.ops.attention.problem import Problem
+
+H100, H200 = Arch("cuda", "NVIDIA H100 80GB HBM3", (9, 0)), Arch("cuda", "NVIDIA H200", (9, 0))
+SHAPE = (2, 130, 4, 64)
+LENGTHS = np.array([100, 3], np.int32)
+
+
+def _problem(q=SHAPE, kv=None, v_dim=None, dtype=jnp.bfloat16, **options: Any) -> Problem:
+    query = jax.ShapeDtypeStruct(q, dtype)
+    key = jax.ShapeDtypeStruct(kv or q, dtype)
+    value = jax.ShapeDtypeStruct((*key.shape[:3], v_dim or key.shape[3]), dtype)
+    explained = fast_layers.explain(
+        lambda q, k, v: fast_layers.dot_product_attention(q, k, v, implementation="reference", **options),
+        query,
+        key,
+        value,
+    )
+    return explained.plans[0].problem
+
+
+TAKEN = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "float16": {"dtype": jnp.float16},
+    "bottom right": {"kv": (2, 200, 4, 64), "is_causal": True, "q_offset": "bottom_right"},
+    "offsets": {"is_causal": True, "q_offset": LENGTHS},
+    "window": {"local_window_size": (4, 3)},
+    "lengths": {"key_value_seq_lengths": LENGTHS, "query_seq_lengths": LENGTHS},
+    "segments": {"segment_ids": np.zeros(130, int)},
+    "prefix": {"mask": masks.Prefix(LENGTHS)},
+    "everything at once": {
+        "mask": masks.Causal() & masks.KeyLengths(LENGTHS) & masks.Segments(np.zeros(130, int)),
+        "softcap": 2.0,
+        "sinks": np.zeros(4, np.float32),
+        "scale": 0.3,
+        "return_residual": True,
+    },
+    "grouped": {"kv": (2, 70, 2, 64)},
+    "one query": {"q": (2, 1, 4, 64), "kv": (2, 70, 1, 64)},
+    "odd depth": {"q": (2, 130, 4, 40), "v_dim": 24},
+    "depth 1": {"q": (2, 130, 4, 1)},
+    "two depths": {"q": (2, 130, 4, 64), "v_dim": 128},
+    "depth 128": {"q": (2, 130, 4, 128)},
+}
+DEEP = {
+    "depths 192 and 128": {"q": (2, 130, 4, 192), "v_dim": 128},
+    "depth 256": {"q": (2, 130, 4, 256)},
+}
+REFUSED = {
+    "float32": ({"dtype": jnp.float32}, "takes bfloat16 and float16, got float32; cast the inputs"),
+    "too deep": ({"q": (2, 130, 4, 264)}, "got 264 and 264"),
+    "values too deep": ({"v_dim": 272}, "got 64 and 272"),
+    "bias": ({"bias": np.zeros((130, 130), jnp.bfloat16)}, "takes no bias"),
+    "boolean mask": ({"mask": np.ones((130, 130), bool)}, "takes no dense mask; express it as a structured one"),
+    "dropout": ({"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "has no dropout"),
+    "scale 0": ({"scale": 0.0}, "needs a scale > 0, got 0"),
+    "negative scale": ({"scale": -0.5}, "needs a scale > 0, got -0.5"),
+}
+
+
+@pytest.mark.parametrize("options", TAKEN.values(), ids=TAKEN)
+@pytest.mark.parametrize("arch", [H100, H200], ids=lambda arch: arch.name)
+def test_takes_both_passes_before_any_other_backend(options, arch):
+    problem = _problem(**options)
+    for pass_ in PASSES:
+        assert hopper_call.supports(problem, arch, pass_) is None
+        assert choose(api.BACKENDS, problem, arch, pass_).backend.name == "hopper"
+
+
+@pytest.mark.parametrize("options", DEEP.values(), ids=DEEP)
+def test_takes_each_pass_up_to_its_depth(options):
+    problem = _problem(**options)
+    for pass_, deepest in zip(PASSES, (hopper_call.MAX_DEPTH, hopper_call.MAX_BACKWARD_DEPTH), strict=True):
+        chosen = choose(api.BACKENDS, problem, H200, pass_).backend.name
+        if max(problem.qk_dim, problem.v_dim) <= deepest:
+            assert hopper_call.supports(problem, H200, pass_) is None
+            assert chosen == "hopper"
+        else:
+            wanted = f"the {pass_} kernel takes depths up to {deepest}, got {problem.qk_dim} and {problem.v_dim}"
+            assert hopper_call.supports(problem, H200, pass_) == wanted
+            assert chosen != "hopper"
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED.values(), ids=REFUSED)
+def test_refuses_with_the_reason(options, words):
+    problem = _problem(**options)
+    for pass_ in PASSES:
+        assert words in hopper_call.supports(problem, H200, pass_)
+        choice = choose(api.BACKENDS, problem, H200, pass_)
+        assert choice.backend.name != "hopper"
+        assert words in dict(choice.refusals)["hopper"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "words"),
+    [
+        (Arch("cpu"), "needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got cpu"),
+        (Arch("tpu", "TPU v5e"), "needs an NVIDIA GPU"),
+        (Arch("rocm", "MI300X", (9, 4)), "needs an NVIDIA GPU"),
+        (Arch("cuda"), "needs an NVIDIA GPU of compute capability 9.0"),
+        (Arch("cuda", "NVIDIA A100", (8, 0)), "needs compute capability 9.0 (H100, H200), got 8.0"),
+        (Arch("cuda", "NVIDIA L4", (8, 9)), "got 8.9"),
+        (Arch("cuda", "NVIDIA B200", (10, 0)), "got 10.0"),
+    ],
+    ids=str,
+)
+def test_refuses_other_devices(arch, words):
+    for pass_ in PASSES:
+        assert words in hopper_call.supports(_problem(), arch, pass_)
+
+
+@pytest.mark.parametrize("name", ["batch", "q_len", "kv_len", "heads", "kv_heads", "qk_dim", "v_dim"])
+def test_refuses_symbolic_sizes(name):
+    (size,) = jax.export.symbolic_shape("unknown")
+    problem = dataclasses.replace(_problem(), **{name: size})
+    for pass_ in PASSES:
+        assert hopper_call.supports(problem, H200, pass_) == "needs sizes known when tracing, got symbolic unknown"
+
+
+def test_export_with_symbolic_sizes():
+    """What refuses must not break the call."""
+    sizes = jax.export.symbolic_shape("b, t, n")
+    x = jax.ShapeDtypeStruct((*sizes, 64), jnp.bfloat16)
+    call = jax.jit(lambda x: fast_layers.dot_product_attention(x, x, x, is_causal=True))
+    exported = jax.export.export(call, platforms=["cuda"], disabled_checks=[])(x)
+    assert exported.out_avals[0].shape == (*sizes, 64)
+
+
+def test_explain_shows_reasons():
+    if jax.default_backend() != "cpu":
+        pytest.skip("the reasons are those of a CPU")
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)
+    text = str(fast_layers.explain(fast_layers.dot_product_attention, x, x, x))
+    reason = "not hopper: needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got cpu"
+    assert text.count(reason) == 2
+
+
+_PROGRAM = """
+import json, sys
+import flax.nnx, jax, jax.numpy as jnp
+before = set(sys.modules)
+import fast_layers
+x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+text = str(fast_layers.explain(jax.grad(lambda x: fast_layers.dot_product_attention(x, x, x).astype(float).sum()), x))
+print(json.dumps([text, [name for name in set(sys.modules) - before if "pallas" in name or "hopper_" in name]]))
+"""
+
+
+def test_neither_import_nor_explain_loads_pallas():
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    text, loaded = json.loads(done.stdout)
+    assert "not hopper: " in text
+    assert loaded == ["fast_layers.ops.attention.hopper_call"]
