@@ -13,7 +13,8 @@ that see them, for every query head of the group. Scores stand keys first, so th
                                                 dQ += dS^T K, its half; dK += dS Q    frees scores_consumed
 
 Both warpgroups need all 128 keys' dS for dQ, so they exchange it through shared memory. Blocks add their dQ to one
-float32 array by TMA; the order in which they do is not fixed, so dQ's last bits may differ from run to run.
+array by TMA, in whatever order they come. So that array holds integers: sums of integers do not depend on the order,
+and every run gives the same bits. Each row has its own unit, a power of two, from a bound on what the row can sum to.
 
 Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
 """
@@ -49,8 +50,13 @@ from fast_layers.ops.attention.problem import Inputs, Problem, Residuals, finite
 from fast_layers.ops.attention.xla import sink_gradient
 
 BY_QUERY = WGMMA.reduce(0)
+BY_ROW = WGMMA.reduce(1)
 WARPGROUPS = 2
 KV_TILE = WARPGROUPS * ROWS
+_BITS = 30
+_LARGEST_EXPONENT = 120.0
+_ROUNDING = 1.25
+"""By how much the bound on dQ grows: weights and dS are rounded to 16 bits, and exp2 is approximate."""
 MAX_SHALLOW_DEPTH = 128
 """Beyond, dK and dV of 64 keys do not fit in one warpgroup: see hopper_bwd_deep."""
 
@@ -64,6 +70,8 @@ class Operands(NamedTuple):
     d_out: Float[Array, "B T N V"]
     lse: Float[Array, "B N T"]
     delta: Float[Array, "B N T"]
+    units: Float[Array, "B N T"]
+    """How many of dQ's integers make 1."""
     mask: RowMask | None
     q_span: Int[Array, "B|1 J 2"] | None
 
@@ -95,6 +103,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     start = jnp.where(jnp.isfinite(delta), -lse / (p.scale if p.softcap is None else 1.0), jnp.nan)
     start = jnp.where(sees_none, -jnp.inf, start)
     mask = RowMask.of(p, aux.mask, tiles.q_tile, tiles.kv_tile)
+    units = _units(p, inputs.key, inputs.value, d_out, delta)
     operands = Operands(
         pad_for_tma(query, tiles.q_tile, qk_dim),
         pad_for_tma(inputs.key, tiles.kv_tile, qk_dim),
@@ -102,16 +111,40 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         pad_for_tma(d_out, tiles.q_tile, v_dim),
         pad_axis(start, whole, 2, -jnp.inf),
         pad_axis(-finite_or_zero(delta), whole, 2),
+        pad_axis(units, whole, 2, 1.0),
         mask,
         None if mask is None else _query_span(p, mask, tiles.q_tile, tiles.kv_tile),
     )
     d_query, d_key, d_value = over_batch(functools.partial(launch, tiles))(p, operands)
+    # Integers know no NaN; a row that starts from NaN has one in every weight.
+    to_float = jnp.where(jnp.isnan(start), jnp.nan, p.scale / units).swapaxes(1, 2)[..., None]
     return Inputs(
-        query=(d_query[:, : p.q_len, :, : p.qk_dim] * p.scale).astype(p.dtype),
+        query=(d_query[:, : p.q_len, :, : p.qk_dim].astype(jnp.float32) * to_float).astype(p.dtype),
         key=d_key[:, : p.kv_len, :, : p.qk_dim],
         value=d_value[:, : p.kv_len, :, : p.v_dim],
         sinks=None if inputs.sinks is None else sink_gradient(inputs.sinks, lse, delta),
     )
+
+
+def _units(p: Problem, key: Array, value: Array, d_out: Array, delta: Array) -> Float[Array, "B N T"]:
+    """A power of two for each row, by which |dQ| / scale and all its partial sums are less than 2^30.
+
+    dQ / scale = sum_s P_s (dO . V_s - delta) K_s with weights that sum to at most 1.
+    """
+
+    def largest(x, axes):
+        size = jnp.abs(x.astype(jnp.float32))
+        return jnp.where(size < jnp.inf, size, 0.0).max(axes)
+
+    def length(x):
+        x = finite_or_zero(x).astype(jnp.float32)
+        return jnp.sqrt((x * x).sum(-1))
+
+    longest_value = jnp.repeat(length(value).max(1), p.group, axis=1)[..., None]
+    largest_key = jnp.repeat(largest(key, (1, 3)), p.group, axis=1)[..., None]
+    bound = (length(d_out).swapaxes(1, 2) * longest_value + jnp.abs(finite_or_zero(delta))) * largest_key
+    exponent = jnp.ceil(jnp.log2(jnp.maximum(bound * _ROUNDING, jnp.finfo(jnp.float32).tiny)))
+    return jnp.exp2(jnp.clip(_BITS - exponent, -_LARGEST_EXPONENT, _LARGEST_EXPONENT))
 
 
 def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Array, "B|1 J 2"]:
@@ -161,7 +194,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         def _compute():
             plgpu.set_max_registers(240, action="increase")
             keys = pl.ds(kv_index * KV_TILE + warpgroup * ROWS, ROWS)
-            d_key, d_value = compute(s, mask, d_query_ref, example, keys.start, warpgroup, steps, place)
+            d_key, d_value = compute(s, mask, inputs.units, d_query_ref, example, keys.start, warpgroup, steps, place)
 
             d_key = (d_key * p.scale).astype(p.dtype)
             own = pl.ds(warpgroup * ROWS, ROWS)
@@ -205,7 +238,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
 
         lax.fori_loop(0, steps, load_queries, None)
 
-    def compute(s: _Scratch, mask: TileMask, d_query_ref, example, k_start, warpgroup, steps, place):
+    def compute(s: _Scratch, mask: TileMask, units_ref, d_query_ref, example, k_start, warpgroup, steps, place):
         own = pl.ds(warpgroup * ROWS, ROWS)
         key = [s.k_slot.at[i, own] for i in range(panels)]
         value = s.v_slot.at[warpgroup]
@@ -245,17 +278,23 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             d_weights = plgpu.wgmma_accumulator_load(d_weight_acc, wait_n=0)
             return weights, d_weights if d_cap is None else d_weights * d_cap
 
-        def add_d_query(d_query, step):
+        def d_query_rows(q_index):
+            """Those that this warpgroup sums up."""
+            return pl.ds(q_index * q_tile + (warpgroup * ROWS if by_rows else 0), ROWS)
+
+        def load_units(step):
+            head, q_index = place(step)
+            return plgpu.load(units_ref.at[example, head, d_query_rows(q_index)], layout=BY_ROW, optimized=False)
+
+        def add_d_query(d_query, units, step):
             """Adds this warpgroup's half of a step's dQ to the sum in the GPU's memory."""
             head, q_index = place(step)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             slot = s.d_query_slots.at[warpgroup]
-            slot[...] = d_query
+            slot[...] = (d_query * lax.broadcast_in_dim(units, d_query.shape, [0])).astype(jnp.int32)
             plgpu.commit_smem()
-            if by_rows:
-                to = d_query_ref.at[example, pl.ds(q_index * q_tile + warpgroup * ROWS, ROWS), head]
-            else:
-                to = d_query_ref.at[example, pl.ds(q_index * q_tile, ROWS), head, pl.ds(warpgroup * panel, panel)]
+            columns = pl.ds(0 if by_rows else warpgroup * panel, panel)
+            to = d_query_ref.at[example, d_query_rows(q_index), head, columns]
             plgpu.copy_smem_to_gmem(slot, to, reduction_op="add")
 
         def multiply_d_query(acc, buffer):
@@ -265,6 +304,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         def over_queries(d_key, d_value):
             def step(i, _):
                 slot, buffer = lax.rem(i, ring), lax.rem(i, 2)
+                before = jnp.maximum(i - 1, 0)
+                units = load_units(before)  # long before they are needed
                 query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
                 weights, d_weights = pl.run_scoped(
                     functools.partial(weights_and_gradients, slot=slot, q_index=place(i)[1]),
@@ -290,7 +331,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 d_query = pl.run_scoped(d_query_and_key, plgpu.ACC((ROWS, panel), jnp.float32))
                 plgpu.barrier_arrive(s.d_out_consumed.at[slot])
                 plgpu.barrier_arrive(s.scores_consumed.at[1 - buffer])
-                add_d_query(d_query, jnp.maximum(i - 1, 0))
+                add_d_query(d_query, units, before)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(s.q_consumed.at[slot])
 
@@ -312,7 +353,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                     multiply_d_query(acc, buffer)
                     return acc[...]
 
-                add_d_query(pl.run_scoped(last, plgpu.ACC((ROWS, panel), jnp.float32)), steps - 1)
+                d_query = pl.run_scoped(last, plgpu.ACC((ROWS, panel), jnp.float32))
+                add_d_query(d_query, load_units(steps - 1), steps - 1)
                 plgpu.barrier_arrive(s.scores_consumed.at[buffer])
                 plgpu.barrier_wait(s.scores_consumed.at[buffer])  # K's slot is free once both have used it for dQ
 
@@ -331,7 +373,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         "q_slots": smem_tile(ring, q_tile, qk_dim, dtype=p.dtype),
         "d_out_slots": smem_tile(ring, q_tile, v_dim, dtype=p.dtype),
         "d_scores": smem_tile(2, q_tile // ROWS, KV_TILE, ROWS, dtype=p.dtype),
-        "d_query_slots": smem_tile(WARPGROUPS, ROWS, panel, dtype=jnp.float32),
+        "d_query_slots": smem_tile(WARPGROUPS, ROWS, panel, dtype=jnp.int32),
         "lse_slots": plgpu.SMEM((ring, q_tile), jnp.float32),
         "delta_slots": plgpu.SMEM((ring, q_tile), jnp.float32),
         "kv_ready": plgpu.Barrier(num_arrivals=panels + WARPGROUPS),
@@ -342,7 +384,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         "scores_ready": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
         "scores_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
     }
-    d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), jnp.float32))
+    d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), jnp.int32))
     d_key, d_value = plgpu.kernel(
         attention_backward,
         out_type=tuple(jax.ShapeDtypeStruct((p.batch, kv_rows, p.kv_heads, dim), p.dtype) for dim in (qk_dim, v_dim)),

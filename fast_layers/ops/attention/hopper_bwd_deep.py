@@ -16,8 +16,7 @@ The value warpgroup is one step ahead with its scores, so that products are in f
 it exponentiates. dQ is shared by column panels. P of the next step may be written once dS of this one is there, since
 that was made from P; dS of the next step once scores_consumed says that the value warpgroup is through with it.
 
-Blocks add their dQ to one float32 array by TMA; the order in which they do is not fixed, so dQ's last bits may differ
-from run to run.
+Blocks add their dQ to one array of integers by TMA, as in hopper_bwd, and for the same reason.
 
 Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
 """
@@ -37,7 +36,7 @@ from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention.config import HopperDeepBackwardTiles
-from fast_layers.ops.attention.hopper_bwd import BY_QUERY, Operands, make_finite
+from fast_layers.ops.attention.hopper_bwd import BY_QUERY, BY_ROW, Operands, make_finite
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_mask import WGMMA, TileMask, tanh
 from fast_layers.ops.attention.problem import Problem
@@ -49,7 +48,7 @@ COMPUTE_WGS = 2
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
-    """(d_query in float32 without the scale, d_key, d_value), padded as the operands are."""
+    """(d_query in integers of 1 / units without the scale, d_key, d_value), padded as the operands are."""
     _, q_rows, _, qk_dim = operands.query.shape
     _, kv_rows, _, v_dim = operands.value.shape
     q_tile, kv_tile, panel = tiles.q_tile, tiles.kv_tile, tiles.depth_multiple
@@ -79,13 +78,18 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             turn = lax.div(step, jnp.maximum(per_head, 1))
             return kv_head * p.group + turn, first + step - turn * per_head
 
-        def add_to_d_query(step, d_query, wg, index):
+        def load_units(step):
+            head, q_index = place(step)
+            rows = inputs.units.at[example, head, pl.ds(q_index * q_tile, q_tile)]
+            return plgpu.load(rows, layout=BY_ROW, optimized=False)
+
+        def add_to_d_query(step, d_query, units, wg, index):
             """Adds the `index`-th of a warpgroup's panels of dQ, through shared memory."""
             own = panels[wg]
             slots = min(tiles.d_query_slots, len(own))
             slot = s.d_query_slots.at[wg, index % slots]
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-            slot[...] = d_query
+            slot[...] = (d_query * lax.broadcast_in_dim(units, d_query.shape, [0])).astype(jnp.int32)
             plgpu.commit_smem()
             head, q_index = place(step)
             to = d_query_ref.at[example, pl.ds(q_index * q_tile, q_tile), head, pl.ds(own[index], panel)]
@@ -97,7 +101,9 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
 
         def d_query_product(acc, step, wg, index):
             plgpu.wgmma(
-                acc, s.d_scores.T, s.k_slot.at[opaque_zero(step), :, panels[wg][index] : panels[wg][index] + panel]
+                acc,
+                s.d_scores.T,
+                s.k_slot.at[opaque_zero(step), :, panels[wg][index] : panels[wg][index] + panel],
             )
 
         @pl.when(warpgroup == LOAD_WG)
@@ -108,7 +114,18 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         @pl.when(warpgroup == VALUE_WG)
         def _values():
             plgpu.set_max_registers(240, action="increase")
-            d_value = d_value_of(s, mask, example, k_start, steps, place, add_to_d_query, d_query_product, opaque_zero)
+            d_value = d_value_of(
+                s,
+                mask,
+                example,
+                k_start,
+                steps,
+                place,
+                load_units,
+                add_to_d_query,
+                d_query_product,
+                opaque_zero,
+            )
             # dS of the last step was there, so V's slot is no longer read.
             s.v_slot[...] = d_value.astype(p.dtype)
             plgpu.commit_smem()
@@ -118,7 +135,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         @pl.when(warpgroup == KEY_WG)
         def _keys():
             plgpu.set_max_registers(240, action="increase")
-            d_key = d_key_of(s, mask, steps, add_to_d_query, d_query_product, opaque_zero)
+            d_key = d_key_of(s, mask, steps, load_units, add_to_d_query, d_query_product, opaque_zero)
             plgpu.barrier_wait(s.scores_consumed)  # K's slot is free once both have used it for dQ
             s.k_slot[0] = (d_key * p.scale).astype(p.dtype)
             plgpu.commit_smem()
@@ -145,12 +162,25 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                     plgpu.barrier_wait(consumed.at[slot])
 
                 plgpu.copy_gmem_to_smem(source.at[example, rows, head], slots.at[slot], ready.at[slot])
-                plgpu.copy_gmem_to_smem(row_source.at[example, head, rows], row_slots.at[slot], ready.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    row_source.at[example, head, rows],
+                    row_slots.at[slot],
+                    ready.at[slot],
+                )
 
         lax.fori_loop(0, steps, load_queries, None)
 
     def d_value_of(
-        s: _Scratch, mask: TileMask, example, k_start, steps, place, add_to_d_query, d_query_product, opaque_zero
+        s: _Scratch,
+        mask: TileMask,
+        example,
+        k_start,
+        steps,
+        place,
+        load_units,
+        add_to_d_query,
+        d_query_product,
+        opaque_zero,
     ):
         """What the value warpgroup does."""
         own = len(panels[VALUE_WG])
@@ -208,6 +238,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
 
             def step(i, weights):
                 slot = lax.rem(i, tiles.d_out_slots)
+                units = load_units(i)  # long before they are needed
                 plgpu.barrier_wait(s.d_out_ready.at[slot])
 
                 def value_and_next_scores(score_acc, d_query_acc):
@@ -227,13 +258,13 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
 
                         def next_panel(acc, index=index, d_query=d_query):
                             d_query_product(acc, i, VALUE_WG, index + 1)
-                            add_to_d_query(i, d_query, VALUE_WG, index)
+                            add_to_d_query(i, d_query, units, VALUE_WG, index)
                             return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
                         d_query = pl.run_scoped(next_panel, plgpu.ACC((q_tile, panel), jnp.float32))
                     else:
                         plgpu.barrier_arrive(s.scores_consumed)
-                        add_to_d_query(i, d_query, VALUE_WG, index)
+                        add_to_d_query(i, d_query, units, VALUE_WG, index)
                 return next_weights
 
             weights = pl.run_scoped(first_weights, plgpu.ACC((ROWS, q_tile), jnp.float32))
@@ -247,7 +278,15 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
 
         return pl.run_scoped(over_queries, plgpu.ACC((ROWS, v_dim), jnp.float32))
 
-    def d_key_of(s: _Scratch, mask: TileMask, steps, add_to_d_query, d_query_product, opaque_zero):
+    def d_key_of(
+        s: _Scratch,
+        mask: TileMask,
+        steps,
+        load_units,
+        add_to_d_query,
+        d_query_product,
+        opaque_zero,
+    ):
         """What the key warpgroup does."""
         own = len(panels[KEY_WG])
         plgpu.barrier_wait(s.kv_ready)
@@ -261,6 +300,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         def over_queries(d_key):
             def step(i, _):
                 q_slot, slot = lax.rem(i, tiles.q_slots), lax.rem(i, tiles.d_out_slots)
+                units = load_units(i)
                 plgpu.barrier_wait(s.d_out_ready.at[slot])
 
                 def d_weights_of(acc):
@@ -290,12 +330,18 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                     for index in range(1, own):
                         d_query_product(accs[index], i, KEY_WG, index)
                     if own:
-                        add_to_d_query(i, plgpu.wgmma_accumulator_load(accs[0], wait_n=own), KEY_WG, 0)
+                        add_to_d_query(
+                            i,
+                            plgpu.wgmma_accumulator_load(accs[0], wait_n=own),
+                            units,
+                            KEY_WG,
+                            0,
+                        )
                     plgpu.wgmma_wait(max(own - 1, 0))
                     plgpu.barrier_arrive(s.q_consumed.at[q_slot])
                     for index in range(1, own):
                         d_query = plgpu.wgmma_accumulator_load(accs[index], wait_n=own - 1 - index)
-                        add_to_d_query(i, d_query, KEY_WG, index)
+                        add_to_d_query(i, d_query, units, KEY_WG, index)
 
                 accs = [plgpu.ACC((q_tile, panel), jnp.float32)] * own
                 if own:
@@ -318,7 +364,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         "d_out_slots": smem_tile(tiles.d_out_slots, q_tile, v_dim, dtype=p.dtype),
         "weights": smem_tile(kv_tile, q_tile, dtype=tiles.weights_dtype(p)),
         "d_scores": smem_tile(kv_tile, q_tile, dtype=p.dtype),
-        "d_query_slots": smem_tile(COMPUTE_WGS, tiles.d_query_slots, q_tile, panel, dtype=jnp.float32),
+        "d_query_slots": smem_tile(COMPUTE_WGS, tiles.d_query_slots, q_tile, panel, dtype=jnp.int32),
         "lse_slots": plgpu.SMEM((tiles.q_slots, q_tile), jnp.float32),
         "delta_slots": plgpu.SMEM((tiles.d_out_slots, q_tile), jnp.float32),
         "kv_ready": plgpu.Barrier(num_arrivals=2),
@@ -331,7 +377,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         "scores_ready": plgpu.Barrier(num_arrivals=1),
         "scores_consumed": plgpu.Barrier(num_arrivals=1),
     }
-    d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), jnp.float32))
+    d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), jnp.int32))
     d_key, d_value = plgpu.kernel(
         attention_backward_deep,
         out_type=tuple(jax.ShapeDtypeStruct((p.batch, kv_rows, p.kv_heads, dim), p.dtype) for dim in (qk_dim, v_dim)),
