@@ -1,0 +1,184 @@
+"""The Hopper attention kernels in the simulator: as a backend for `check_parity`, and with one thing changed.
+
+The kernels know nothing of this. `changed` puts a stand-in for `plgpu` into a kernel's module, which passes everything
+on but what a fault drops or moves.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fast_layers.arch import Arch
+from fast_layers.dispatch import Backend
+from fast_layers.ops.attention import hopper_bwd, hopper_call, hopper_fwd
+from fast_layers.testing import ParityTable, Simulation, check_parity, simulate
+from fast_layers.testing.parity import Case
+
+H200 = Arch("cuda", "NVIDIA H200", (9, 0))
+HOPPER = Backend(
+    "hopper",
+    lambda problem, arch, pass_: hopper_call.supports(problem, H200, pass_),
+    hopper_call.forward,
+    hopper_call.backward,
+)
+
+
+@dataclasses.dataclass
+class Judged:
+    """`table` says what is wrong in values, `simulations` what the simulator found, in order."""
+
+    table: ParityTable
+    simulations: list[Simulation]
+
+    @property
+    def faulty(self) -> bool:
+        return any(sim.faulty for sim in self.simulations)
+
+    def report(self) -> str:
+        return "\n\n".join([str(self.table), *(sim.report() for sim in self.simulations if sim.faulty)])
+
+
+def judge(
+    case: Case,
+    dtype: Any = jnp.bfloat16,
+    backend: Backend = HOPPER,
+    supports: Callable[..., str | None] | None = None,
+    timeout: float = 120.0,
+) -> Judged:
+    """Both passes simulated, with races looked for, and judged against the reference."""
+    backend = backend if supports is None else dataclasses.replace(backend, supports=supports)
+    simulations: list[Simulation] = []
+
+    def simulated(fn):
+        def run(*args):
+            simulations.append(simulate(fn, *args, timeout=timeout))
+            return simulations[-1].outputs  # races are told by themselves, and do not hide the values
+
+        return run
+
+    table = check_parity(backends=[backend], cases={"case": case}, dtypes=[dtype], run=simulated)
+    return Judged(table, simulations)
+
+
+def only(pass_: str) -> Callable[..., str | None]:
+    """`supports` for one pass; the other comes from the xla backend, or is left out."""
+    return lambda problem, arch, asked: None if asked == pass_ else "left out"
+
+
+@contextlib.contextmanager
+def patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
+    """Attributes replaced, and the kernels traced anew inside."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (hopper_fwd, hopper_bwd):
+            # Without its jit, which would give back what was traced before.
+            patch.setattr(module, "_launch", module._launch.__wrapped__)
+        for target, name, value in patches:
+            patch.setattr(target, name, value)
+        yield
+
+
+class StandIn:
+    """`plgpu` for a kernel's module, less some events.
+
+    An event is a primitive's name and that of the scratch it is given, as in "barrier_wait k_ready", or of the nth call
+    of a primitive in the text, as in "commit_smem #2". `hits` counts the calls that were changed.
+
+    Args:
+      drop: events to leave out.
+      early: (barrier, tile): arrivals at this barrier stand right after the matmul that reads the tile instead.
+    """
+
+    def __init__(self, *drop: str, early: tuple[str, str] | None = None):
+        self.drop, self.early = drop, early
+        self.scratch: dict[str, Any] = {}
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.hits = 0
+        self._slot: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(plgpu, name)
+
+    def recording(self, scratch: Callable[..., Any]) -> Callable[..., Any]:
+        """The kernel's scratch tuple, which knows the refs by name."""
+
+        def make(**refs):
+            self.scratch = refs
+            self.counts.clear()
+            return scratch(**refs)
+
+        return make
+
+    def _name(self, ref: Any) -> str:
+        """Of the scratch that `ref` is a view of."""
+        return next((name for name, known in self.scratch.items() if _whole(known) is _whole(ref)), "")
+
+    def _drops(self, primitive: str, ref: Any = None) -> bool:
+        self.counts[primitive] += 1
+        named = primitive if ref is None else f"{primitive} {self._name(ref)}"
+        events = (f"{primitive} #{self.counts[primitive]}", named)
+        drops = any(event in self.drop for event in events)
+        self.hits += drops
+        return drops
+
+    def barrier_wait(self, barrier: Any) -> None:
+        if self.early and self._name(barrier) == self.early[0].replace("consumed", "ready"):
+            self._slot = barrier
+        if not self._drops("barrier_wait", barrier):
+            plgpu.barrier_wait(barrier)
+
+    def barrier_arrive(self, barrier: Any) -> None:
+        if self.early and self._name(barrier) == self.early[0]:
+            return
+        if not self._drops("barrier_arrive", barrier):
+            plgpu.barrier_arrive(barrier)
+
+    def commit_smem(self) -> None:
+        if not self._drops("commit_smem"):
+            plgpu.commit_smem()
+
+    def wgmma_wait(self, n: int) -> None:
+        if not self._drops("wgmma_wait"):
+            plgpu.wgmma_wait(n)
+
+    def wait_smem_to_gmem(self, n: int, wait_read_only: bool = False) -> None:
+        if not self._drops("read wait_smem_to_gmem" if wait_read_only else "wait_smem_to_gmem"):
+            plgpu.wait_smem_to_gmem(n, wait_read_only=wait_read_only)
+
+    def wgmma(self, acc: Any, a: Any, b: Any) -> None:
+        plgpu.wgmma(acc, a, b)
+        if self.early and self._name(b) == self.early[1]:
+            # The slot of this step: that of the barrier waited for last, whose ring has as many.
+            plgpu.barrier_arrive(dataclasses.replace(self._slot, ref=self.scratch[self.early[0]]))
+            self.hits += 1
+
+    def wgmma_accumulator_load(self, acc: Any, *, wait_n: int | None) -> Any:
+        """What is dropped is the wait."""
+        drops = self._drops("wgmma_accumulator_load")
+        return plgpu.wgmma_accumulator_load(acc, wait_n=None if drops else wait_n)
+
+
+def _whole(ref: Any) -> Any:
+    """Tiles of scratch are views themselves."""
+    while hasattr(ref, "ref"):
+        ref = ref.ref
+    return ref
+
+
+@contextlib.contextmanager
+def changed(module: Any, stand_in: StandIn, *patches: tuple[Any, str, Any]) -> Iterator[StandIn]:
+    scratch = (module, "_Scratch", stand_in.recording(module._Scratch))
+    with patched((module, "plgpu", stand_in), scratch, *patches):
+        yield stand_in
+
+
+def forward_tiles(tiles: Any) -> tuple[Any, str, Any]:
+    """A patch: these tiles whatever the problem."""
+    return hopper_fwd.HopperForwardTiles, "of", classmethod(lambda cls, problem: tiles)

@@ -1,0 +1,375 @@
+"""The Hopper attention kernels: right and free of races over masks, shapes and options; every planted fault found."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
+from fast_layers.ops.attention import api, hopper_bwd, hopper_call, hopper_fwd, hopper_mask, reference, xla
+from fast_layers.ops.attention.config import HopperForwardTiles
+from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
+from fast_layers.testing import simulate
+from fast_layers.testing.parity import Case
+from simulator.attention import StandIn, changed, forward_tiles, judge, only, patched
+
+pytestmark = pytest.mark.simulator
+
+
+def _square(length: int, **options: Any) -> Case:
+    return dataclasses.replace(Case(q_len=length, kv_len=length, batch=1), **options)
+
+
+# About 2^15 numbers in the output, where one draw of the inputs is enough.
+CASES = {
+    "full": _square(256, heads=2, kv_heads=2, lse_gradient=True),
+    "causal": _square(256, heads=2, kv_heads=2, is_causal=True, lse_gradient=True),
+    "more keys": Case(batch=1, q_len=129, kv_len=300, is_causal=True, q_offset="bottom_right"),
+    "fewer keys": Case(batch=1, q_len=300, kv_len=129, heads=2, kv_heads=2, is_causal=True, q_offset="bottom_right"),
+    "7 queries, 33 keys": Case(q_len=7, kv_len=33, heads=40, kv_heads=4),
+    "many keys": Case(batch=1, q_len=260, kv_len=1200, heads=2, kv_heads=1),
+    "many queries": Case(batch=1, q_len=900, kv_len=70, heads=1, kv_heads=1),
+    "window": _square(300, heads=2, kv_heads=2, window=(40, 10)),
+    "causal, window": _square(520, heads=1, kv_heads=1, is_causal=True, window=(130, 0)),
+    "documents": _square(400, heads=2, kv_heads=2, is_causal=True, documents=(100, 37, 200, 43)),
+    "documents, padding": _square(400, heads=2, kv_heads=2, documents=(200, 3, 97)),
+    "documents, scattered": _square(260, batch=2, heads=1, kv_heads=1, documents=(150, 3, 57), scattered=True),
+    "lengths": _square(300, batch=3, heads=1, kv_heads=1, key_lengths=(300, 77, 0), query_lengths=(211, 300, 300)),
+    "prefix": _square(200, batch=3, heads=1, kv_heads=1, prefix=(0, 150, 200)),
+    "sinks": _square(200, heads=4, kv_heads=2, is_causal=True, sinks=True, lse_gradient=True),
+    "softcap": _square(200, is_causal=True, softcap=5.0),
+    "grouped heads": _square(130, heads=8, kv_heads=2, is_causal=True),
+    "one key head": _square(130, heads=4, kv_heads=1),
+    "depth 40, values 24": _square(130, heads=11, kv_heads=11, qk_dim=40, v_dim=24),
+    "depth 80": _square(210, heads=2, kv_heads=2, qk_dim=80, v_dim=80, is_causal=True),
+    "depth 128": _square(256, heads=1, kv_heads=1, qk_dim=128, v_dim=128, is_causal=True),
+    "depth 128, documents": _square(300, heads=1, kv_heads=1, qk_dim=128, v_dim=128, documents=(170, 130)),
+    "depths 64 and 128": _square(130, heads=2, kv_heads=1, v_dim=128),
+    "depths 192 and 128": _square(260, heads=1, kv_heads=1, qk_dim=192, v_dim=128, is_causal=True),
+    "depth 256": _square(200, heads=1, kv_heads=1, qk_dim=256, v_dim=256, is_causal=True),
+    "padding of NaN": _square(
+        300, batch=2, heads=1, kv_heads=1, key_lengths=(200, 77), query_lengths=(211, 130), poisoned_padding=True
+    ),
+    "documents, padding of NaN": _square(400, heads=2, kv_heads=2, documents=(250, 3), poisoned_padding=True),
+    "queries without keys": _square(256, heads=2, kv_heads=2, is_causal=True, q_offset=-100),
+    "everything": _square(
+        300,
+        batch=2,
+        heads=2,
+        kv_heads=1,
+        is_causal=True,
+        window=(120, None),
+        documents=(100, 37, 150),
+        key_lengths=(300, 200),
+        softcap=10.0,
+        sinks=True,
+        lse_gradient=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name):
+    judged = judge(CASES[name])
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+    forward_only = max(CASES[name].qk_dim, CASES[name].v_dim) > hopper_call.MAX_BACKWARD_DEPTH
+    assert [row.pass_ for row in judged.table.refusals] == (["backward"] if forward_only else [])
+    quantities = {row.quantity for row in judged.table.rows if row.refusal is None}
+    assert quantities >= ({"out", "lse"} if forward_only else {"out", "lse", "dq", "dk", "dv"})
+
+
+@pytest.mark.parametrize("name", ["causal", "everything"])
+def test_float16(name):
+    judged = judge(CASES[name], jnp.float16)
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+
+
+# Three rounds of every ring, and more tiles of queries than blocks.
+PERSISTENT = {
+    "full, one slot for queries": (Case(batch=1, q_len=256, kv_len=400, heads=2, kv_heads=2), {"q_slots": 1}),
+    "causal": (_square(384, heads=2, kv_heads=2, is_causal=True), {"q_slots": 2}),
+    "causal, no turns": (_square(384, heads=2, kv_heads=2, is_causal=True), {"takes_turns": False}),
+    "documents": (_square(384, batch=2, heads=1, kv_heads=1, documents=(200, 100)), {"q_slots": 2}),
+    "two depths": (_square(256, heads=2, kv_heads=2, v_dim=128), {"q_slots": 1}),
+}
+
+
+@pytest.mark.parametrize("name", PERSISTENT)
+def test_blocks_that_take_several_tiles(name):
+    case, options = PERSISTENT[name]
+    tiles = HopperForwardTiles(2, 64, blocks=2, **options)
+    with patched(forward_tiles(tiles)):
+        judged = judge(case, supports=only("forward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+
+
+def test_three_compute_warpgroups():
+    with patched(forward_tiles(HopperForwardTiles(3, 128, stages=3, q_slots=2, blocks=1))):
+        judged = judge(_square(400, heads=2, kv_heads=2), supports=only("forward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+
+
+@functools.cache
+def _draw(batch: int = 2, length: int = 100, heads: int = 2):
+    """query, key, value, d_out."""
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=(batch, length, heads, 64)), jnp.float16) for _ in range(4))
+
+
+def _simulated(problem: Problem, inputs: Inputs, aux: Aux, d_out):
+    """out, lse and gradients, lse's gradient being 0."""
+
+    def both(inputs, aux, d_out):
+        out, lse = hopper_call.forward(problem, inputs, aux)
+        return out, lse, hopper_call.backward(problem, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse))
+
+    return simulate(both, inputs, aux, d_out).check()
+
+
+def test_a_broken_input_reaches_who_sees_it_and_nobody_else():
+    """One example each: a query, a key and a value with NaN or inf, in the second of three documents."""
+    query, key, value, d_out = _draw(batch=3)
+    query = query.at[0, 55, 0, 3].set(jnp.nan)
+    key = key.at[1, 60, 1, 63].set(jnp.nan)
+    value = value.at[2, 51, 0, 0].set(jnp.inf)
+    inputs, aux, options, _ = api._prepare(query, key, value, segment_ids=np.repeat([0, 1, 2], [50, 30, 20]))
+    problem = options.problem(inputs, aux)
+    out, lse, grads = _simulated(problem, inputs, aux, d_out)
+    wanted, wanted_lse = reference.forward(problem, inputs, aux)
+    residuals = Residuals(inputs, aux, wanted, wanted_lse)
+    wanted_grads = reference.backward(problem, residuals, d_out, jnp.zeros_like(wanted_lse))
+    everything = {"out": (out, wanted), "lse": (lse[..., None], wanted_lse[..., None])}
+    everything |= {n: (getattr(grads, n), getattr(wanted_grads, n)) for n in ("query", "key", "value")}
+    for name, (got, want) in everything.items():
+        # What is broken is NaN or inf in some column; which one depends on the order of sums.
+        got, want = (np.asarray(x, np.float32) for x in (got, want))
+        broken = ~np.isfinite(want).all(-1)
+        assert broken.any(), name
+        np.testing.assert_array_equal(~np.isfinite(got).all(-1), broken, err_msg=name)
+        np.testing.assert_allclose(got[~broken], want[~broken], rtol=2e-2, atol=1e-2, err_msg=name)
+
+
+class TestVmap:
+    """As the xla backend under vmap; the wrong example's operands would be off by far more than rounding."""
+
+    @staticmethod
+    def _both(backend, options, query, key, value, d_out, sinks=None):
+        inputs, aux, given, _ = api._prepare(query, key, value, sinks=sinks, is_causal=True, **options)
+        problem = given.problem(inputs, aux)
+        out, lse = backend.forward(problem, inputs, aux)
+        residuals = Residuals(inputs, aux, out, lse)
+        return out, lse, backend.backward(problem, residuals, d_out.reshape(out.shape), jnp.zeros_like(lse))
+
+    def _check(self, in_axes, *args, **options):
+        def mapped(backend):
+            return jax.vmap(functools.partial(self._both, backend, options), in_axes)
+
+        got, want = simulate(mapped(hopper_call), *args).check(), jax.jit(mapped(xla))(*args)
+        for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+            where = jax.tree_util.keystr(path)
+            np.testing.assert_allclose(*(np.asarray(z, np.float32) for z in (x, y)), 2e-2, 1e-2, err_msg=where)
+
+    def test_over_examples(self):
+        self._check((0, 0, 0, 0), *_draw())
+
+    def test_over_examples_of_a_batch(self):
+        self._check((0, 0, 0, 0), *(x.reshape(2, 2, 50, 2, 64) for x in _draw()))
+
+    def test_keys_and_values_closed_over(self):
+        query, key, value, d_out = _draw()
+        self._check((0, None, None, 0), query, key[0], value[0], d_out)
+
+    def test_keys_and_values_of_a_batch_closed_over(self):
+        query, key, value, d_out = _draw()
+        queries = jnp.stack([query, 2 * query])
+        self._check((0, None, None, None), queries, key, value, d_out)
+
+    def test_mask_arrays_closed_over(self):
+        self._check((0, 0, 0, 0), *_draw(), segment_ids=np.repeat([0, 1], [30, 70]))
+
+    def test_sinks_closed_over(self):
+        self._check((0, 0, 0, 0, None), *_draw(), jnp.array([0.5, 2.0], jnp.float32))
+
+    @pytest.mark.xfail(strict=True, reason="the forward reads the first example's sinks for all")
+    def test_over_sinks(self):
+        self._check((0, 0, 0, 0, 0), *_draw(), jnp.array([[0.5, 2.0], [-1.0, 4.0]], jnp.float32))
+
+    @pytest.mark.xfail(strict=True, reason="the forward reads the first example's sinks for all")
+    def test_over_sinks_alone(self):
+        query, key, value, d_out = (x[0] for x in _draw())
+        sinks = jnp.array([[0.5, 2.0], [-1.0, 4.0]], jnp.float32)
+        self._check((None, None, None, None, 0), query, key, value, d_out, sinks)
+
+
+# Blocks of several pieces each, three rounds of the rings, and keys enough for the last product of a piece.
+FORWARD_CASE = Case(batch=1, q_len=384, kv_len=384, heads=2, kv_heads=2)
+FORWARD_TILES = forward_tiles(HopperForwardTiles(2, 64, blocks=1))
+MASKED = dataclasses.replace(FORWARD_CASE, heads=1, kv_heads=1, documents=(100, 200, 84))
+TWO_DEPTHS = dataclasses.replace(FORWARD_CASE, q_len=256, v_dim=128)
+
+FORWARD_FAULTS = {
+    "queries not awaited": (FORWARD_CASE, StandIn("barrier_wait q_ready"), "read of SMEM"),
+    "keys not awaited": (FORWARD_CASE, StandIn("barrier_wait k_ready"), "read of SMEM"),
+    "values not awaited": (FORWARD_CASE, StandIn("barrier_wait v_ready"), "read of SMEM"),
+    "queries overwritten": (FORWARD_CASE, StandIn("barrier_wait q_consumed"), "write of SMEM"),
+    "keys overwritten": (FORWARD_CASE, StandIn("barrier_wait k_consumed"), "write of SMEM"),
+    "values overwritten": (FORWARD_CASE, StandIn("barrier_wait v_consumed"), "write of SMEM"),
+    "keys freed in flight": (FORWARD_CASE, StandIn(early=("k_consumed", "k_slots")), "read of SMEM"),
+    "out's product not awaited": (FORWARD_CASE, StandIn("wgmma_wait"), "accumulator"),
+    "scores read in flight": (FORWARD_CASE, StandIn("wgmma_accumulator_load #1"), "accumulator"),
+    "out not committed": (FORWARD_CASE, StandIn("commit_smem"), "write of SMEM"),
+    "out not committed, own slot": (TWO_DEPTHS, StandIn("commit_smem"), "write of SMEM"),
+    "store's read not awaited": (FORWARD_CASE, StandIn("read wait_smem_to_gmem"), "read of SMEM"),
+    "store's read not awaited, own slot": (TWO_DEPTHS, StandIn("read wait_smem_to_gmem"), "read of SMEM"),
+    "store not awaited": (FORWARD_CASE, StandIn("wait_smem_to_gmem", "read wait_smem_to_gmem"), ""),
+    "mended before it arrives": (MASKED, StandIn("barrier_wait kv_arrived"), "read of SMEM"),
+    "mending not committed": (MASKED, StandIn("commit_smem #1"), ""),
+}
+BACKWARD_CASE = Case(batch=1, q_len=768, kv_len=256, heads=1, kv_heads=1)
+MASKED_BACKWARD = dataclasses.replace(BACKWARD_CASE, q_len=256, key_lengths=(200,))
+COLUMNS = dataclasses.replace(BACKWARD_CASE, q_len=384, kv_len=128, qk_dim=128, v_dim=128)
+
+BACKWARD_FAULTS = {
+    "keys and values not awaited": (BACKWARD_CASE, StandIn("barrier_wait kv_ready"), "read of SMEM"),
+    "queries not awaited": (BACKWARD_CASE, StandIn("barrier_wait q_ready"), "read of SMEM"),
+    "d_out not awaited": (BACKWARD_CASE, StandIn("barrier_wait d_out_ready"), "read of SMEM"),
+    "queries overwritten": (BACKWARD_CASE, StandIn("barrier_wait q_consumed"), "write of SMEM"),
+    "d_out overwritten": (BACKWARD_CASE, StandIn("barrier_wait d_out_consumed"), ""),
+    "dS overwritten": (BACKWARD_CASE, StandIn("barrier_wait scores_consumed"), "write of SMEM"),
+    "dS not exchanged": (
+        BACKWARD_CASE,
+        StandIn("barrier_wait scores_ready", "barrier_arrive scores_ready"),
+        "read of SMEM",
+    ),
+    "dS not exchanged, columns": (COLUMNS, StandIn("barrier_wait scores_ready", "barrier_arrive scores_ready"), "SMEM"),
+    # In the text: [finite keys,] no scores before the first step, dS, dQ, the last dQ, dK and dV.
+    "dS not committed": (BACKWARD_CASE, StandIn("commit_smem #2"), "write of SMEM"),
+    "dQ not committed": (BACKWARD_CASE, StandIn("commit_smem #3"), "write of SMEM"),
+    "last dQ not committed": (BACKWARD_CASE, StandIn("commit_smem #4"), "write of SMEM"),
+    "dK and dV not committed": (BACKWARD_CASE, StandIn("commit_smem #5"), "write of SMEM"),
+    # The second commits the first's stores too.
+    "finite keys not committed": (MASKED_BACKWARD, StandIn("commit_smem #1", "commit_smem #2"), "write of SMEM"),
+    "dQ's slot overwritten": (BACKWARD_CASE, StandIn("read wait_smem_to_gmem"), "write of SMEM"),
+    "scores read in flight": (BACKWARD_CASE, StandIn("wgmma_accumulator_load #1"), "accumulator"),
+    "d_weights read in flight": (BACKWARD_CASE, StandIn("wgmma_accumulator_load #2"), "accumulator"),
+    "dQ read in flight": (BACKWARD_CASE, StandIn("wgmma_accumulator_load #3"), "accumulator"),
+    "queries freed in flight": (BACKWARD_CASE, StandIn("wgmma_wait"), "read of SMEM"),
+    "stores not awaited": (BACKWARD_CASE, StandIn("wait_smem_to_gmem"), ""),
+}
+
+
+def _run(module, case, stand_in):
+    pass_ = "forward" if module is hopper_fwd else "backward"
+    with changed(module, stand_in, FORWARD_TILES):
+        return judge(case, supports=only(pass_), timeout=20.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "case"),
+    [
+        (hopper_fwd, FORWARD_CASE),
+        (hopper_fwd, MASKED),
+        (hopper_fwd, TWO_DEPTHS),
+        (hopper_bwd, BACKWARD_CASE),
+        (hopper_bwd, MASKED_BACKWARD),
+        (hopper_bwd, COLUMNS),
+    ],
+    ids=["forward", "masked", "two depths", "backward", "backward masked", "columns"],
+)
+def test_without_a_fault_nothing_is_found(module, case):
+    stand_in = StandIn()
+    judged = _run(module, case, stand_in)
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+    assert stand_in.counts["barrier_wait"] > 0  # it was asked
+    assert stand_in.hits == 0
+
+
+def _found(module, fault, faults):
+    case, stand_in, access = faults[fault]
+    judged = _run(module, case, stand_in)
+    assert stand_in.hits > 0, "the kernel has no such event any more"
+    (sim,) = judged.simulations[-1:]
+    assert sim.faulty
+    if access:
+        assert any(access in race for race in sim.races), sim.report()
+
+
+@pytest.mark.parametrize("fault", FORWARD_FAULTS)
+def test_planted_fault_of_the_forward_is_found(fault):
+    _found(hopper_fwd, fault, FORWARD_FAULTS)
+
+
+@pytest.mark.parametrize("fault", BACKWARD_FAULTS)
+def test_planted_fault_of_the_backward_is_found(fault):
+    _found(hopper_bwd, fault, BACKWARD_FAULTS)
+
+
+def _off_by_one(init):
+    def make(mask, *args):
+        init(mask, *args)
+        if mask.high is not None:
+            mask.high += 1
+
+    return make
+
+
+def _one_tile_less(key_span):
+    def span(mask, example, q_index):
+        exact = key_span(mask, example, q_index)
+        return exact._replace(last=jnp.maximum(exact.last - 1, exact.first + 1))
+
+    return span
+
+
+def _plain_one_tile_more(key_span):
+    def span(mask, example, q_index):
+        exact = key_span(mask, example, q_index)
+        return exact._replace(full_last=exact.full_last + 1)
+
+    return span
+
+
+def _in_base_2(finish):
+    def finished(state):
+        normaliser, lse = finish(state)
+        return normaliser, lse * LOG2_E
+
+    return finished
+
+
+def _unscaled(launch):
+    def launched(tiles, problem, operands):
+        d_query, *others = launch(tiles, problem, operands)
+        return d_query / problem.scale, *others
+
+    return launched
+
+
+VALUE_FAULTS = {
+    "causal off by one": ((hopper_mask.TileMask, "__init__", _off_by_one), {"out", "dq", "dk"}),
+    "one tile of keys less": ((hopper_mask.TileMask, "key_span", _one_tile_less), {"out", "lse"}),
+    "a ragged tile taken as plain": ((hopper_mask.TileMask, "key_span", _plain_one_tile_more), {"out"}),
+    "lse in base 2": ((OnlineSoftmax, "finish", _in_base_2), {"lse"}),
+    "dq without scale": ((hopper_bwd, "_launch", _unscaled), {"dq"}),
+}
+
+
+@pytest.mark.parametrize("fault", VALUE_FAULTS)
+def test_planted_fault_in_values_is_found(fault):
+    (owner, name, change), quantities = VALUE_FAULTS[fault]
+    with patched(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, change(getattr(owner, name)))
+        judged = judge(CASES["causal"], timeout=20.0)
+    assert not judged.faulty, judged.report()
+    assert quantities <= {row.quantity for row in judged.table.failures}, judged.report()
