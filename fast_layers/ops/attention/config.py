@@ -57,6 +57,32 @@ def _fit(length: int, tile: int, multiple: int) -> int:
 HOPPER_SMEM_BYTES = 227 << 10
 """Shared memory that one block may have."""
 HOPPER_SMS = 132
+_DEEPEST_RING = 8
+_MOST_SPLITS = 128
+_KEY_TILES_PER_SPLIT = 4
+"""At least, where the keys are split."""
+_SPLITTING_COST = 4
+"""Of writing the parts' results and putting them together, in the time that a block takes for a tile of keys."""
+
+
+def packs_heads(problem: Problem) -> bool:
+    """Whether to make rows of the query heads that share a key/value head: if that saves a quarter of the tiles."""
+    p = problem
+    if p.group == 1:
+        return False
+    apart, packed = p.group * -(-p.q_len // 64), -(-p.q_len * p.group // 64)
+    return 4 * packed <= 3 * apart
+
+
+def num_splits(pieces: int, key_tiles: int) -> int:
+    """Into how many parts to split the keys of each of so many pieces of work, to finish on all SMs soonest."""
+    most = max(min(_MOST_SPLITS, key_tiles // _KEY_TILES_PER_SPLIT), 1)
+
+    def duration(splits: int) -> int:
+        rounds = -(-pieces * splits // HOPPER_SMS)
+        return rounds * (-(-key_tiles // splits) + (_SPLITTING_COST if splits > 1 else 0))
+
+    return min(range(1, most + 1), key=duration)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +91,7 @@ class HopperForwardTiles:
 
     `compute_wgs` warpgroups of 64 query rows each; `kv_tile` keys a step; `stages` slots for keys and values each;
     `q_slots` tiles of queries; `blocks` of a persistent grid, 0 for one block per tile of queries; `takes_turns`
-    orders the warpgroups' products.
+    orders the warpgroups' products; `splits` parts of the keys that a tile of queries sees, a block for each.
     """
 
     compute_wgs: int
@@ -74,6 +100,7 @@ class HopperForwardTiles:
     q_slots: int = 1
     blocks: int = 0
     takes_turns: bool = True
+    splits: int = 1
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
@@ -84,6 +111,8 @@ class HopperForwardTiles:
             raise ValueError(f"{self.stages=} must be at least 2: keys and values of two steps are in use at once")
         if self.q_slots < 1 or self.blocks < 0:
             raise ValueError(f"{self.q_slots=} must be at least 1 and {self.blocks=} at least 0")
+        if self.splits < 1 or (self.splits > 1 and self.blocks):
+            raise ValueError(f"{self.splits=} must be at least 1, and 1 in a persistent grid ({self.blocks=})")
 
     @property
     def q_tile(self) -> int:
@@ -96,16 +125,48 @@ class HopperForwardTiles:
 
     @property
     def load_registers(self) -> int:
-        return {1: 40, 2: 40, 3: 32}[self.compute_wgs]
+        return {1: 208, 2: 40, 3: 32}[self.compute_wgs]
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
-        """Of 16-bit tiles; barriers and lse take less than the last KiB."""
-        out_rows = 0 if qk_dim == v_dim else self.q_tile
+        """Of 16-bit tiles, and of a float32 one where keys are split; barriers, lse and sums take the last 2 KiB."""
+        qk_dim, v_dim = (-(-depth // 16) * 16 for depth in (qk_dim, v_dim))
+        out_bytes = 4 if self.splits > 1 else 0 if qk_dim == v_dim else 2
         keys = self.stages * self.kv_tile
-        return 2 * ((self.q_slots * self.q_tile + keys) * qk_dim + (keys + out_rows) * v_dim) + 1024 + 4 * self.q_tile
+        inputs = 2 * ((self.q_slots * self.q_tile + keys) * qk_dim + keys * v_dim)
+        return inputs + out_bytes * self.q_tile * v_dim + 2048
 
     @classmethod
     def of(cls, problem: Problem) -> HopperForwardTiles:
+        """For the queries as the kernel gets them, with heads packed into rows or not."""
+        p = problem
+        if p.q_len <= 64:
+            return cls._of_few_rows(p)
+        tiles = cls._of_many_rows(p)
+        if p.batch * p.heads * -(-p.q_len // tiles.q_tile) >= HOPPER_SMS:
+            return tiles
+        # Three warpgroups' share of the registers has no room for the part's bounds.
+        split = cls(min(tiles.compute_wgs, 2), tiles.kv_tile)._split_for(p)
+        if split.splits == 1:
+            return tiles
+        return split if split.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES else cls._of_few_rows(p)
+
+    @classmethod
+    def _of_few_rows(cls, p: Problem) -> HopperForwardTiles:
+        """One warpgroup: memory is what such a problem waits for."""
+        return cls(1, 128 if max(p.qk_dim, p.v_dim) <= 64 else 64, takes_turns=False)._split_for(p)
+
+    def _split_for(self, p: Problem) -> HopperForwardTiles:
+        """These tiles with the keys split, and as many keys on their way as fit."""
+        keys = p.kv_len
+        if p.mask.band is not None and p.mask.band.low is not None and p.mask.band.high is not None:
+            keys = min(keys, p.mask.band.high - p.mask.band.low + self.q_tile)
+        pieces = p.batch * p.heads * -(-p.q_len // self.q_tile)
+        tiles = dataclasses.replace(self, splits=num_splits(pieces, -(-keys // self.kv_tile)))
+        deeper = (dataclasses.replace(tiles, stages=stages) for stages in range(_DEEPEST_RING, tiles.stages, -1))
+        return next((t for t in deeper if t.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES), tiles)
+
+    @classmethod
+    def _of_many_rows(cls, problem: Problem) -> HopperForwardTiles:
         p = problem
         deepest = max(p.qk_dim, p.v_dim)
         causal = p.mask.band is not None and p.mask.band.high is not None

@@ -28,7 +28,7 @@ from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 ROWS = 64
 """Rows of one warpgroup's wgmma."""
 DEPTH_MULTIPLE = 16
-_TMA_ROWS = 8
+TMA_ROWS = 8
 MAX_DEPTH = 256
 MAX_BACKWARD_DEPTH = 256
 
@@ -91,7 +91,7 @@ def pad_for_tma(x: Array, tile: int, depth: int) -> Array:
 
     Rows that are added here are masked or cut off; rows of a last tile beyond them read as 0 and are not written.
     """
-    return pad_axis(pad_axis(x, depth, 3), round_up(max(x.shape[1], tile), _TMA_ROWS), 1)
+    return pad_axis(pad_axis(x, depth, 3), round_up(max(x.shape[1], tile), TMA_ROWS), 1)
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -2,7 +2,8 @@
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth.
 
-A block handles `compute_wgs` x 64 query rows of one head at a time. Its roles:
+A block handles `compute_wgs` x 64 query rows of one head at a time, or with `splits` a part of the keys that they
+see (out is float32 then, and `split_kv` puts the parts together). Its roles:
 
     load warpgroup                         each compute warpgroup, on its own 64 rows
     --------------                         ------------------------------------------
@@ -31,9 +32,19 @@ from jaxtyping import Array, Float
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder, snake, turns
-from fast_layers.ops.attention.config import HopperForwardTiles
-from fast_layers.ops.attention.hopper_call import ROWS, RowMask, over_batch, pad_for_tma, padded_depth, round_up
-from fast_layers.ops.attention.hopper_mask import WGMMA, TileMask, mend_broken_rows, tanh
+from fast_layers.ops.attention import packed_heads, split_kv
+from fast_layers.ops.attention.config import HopperForwardTiles, packs_heads
+from fast_layers.ops.attention.hopper_call import (
+    ROWS,
+    TMA_ROWS,
+    RowMask,
+    over_batch,
+    pad_axis,
+    pad_for_tma,
+    padded_depth,
+    round_up,
+)
+from fast_layers.ops.attention.hopper_mask import WGMMA, Span, TileMask, mend_broken_rows, tanh
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 
 BY_ROW = WGMMA.reduce(1)
@@ -43,34 +54,55 @@ class _Operands(NamedTuple):
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K V"]
-    sinks: Float[Array, "1 N"] | None
+    sinks: Float[Array, "B|1 N T|1"] | None
     mask: RowMask | None
 
 
-def attend(problem: Problem, inputs: Inputs, aux: Aux):
-    """(out [B, T, N, V], lse [B, N, T])."""
-    p = problem
-    tiles = HopperForwardTiles.of(p)
+def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles | None = None):
+    """(out [B, T, N, V], lse [B, N, T]); `tiles` for the queries as the kernel gets them, with heads packed or not."""
+    p, query, form, sinks = problem, inputs.query, aux.mask, inputs.sinks
+    packs = packs_heads(p)
+    if packs:
+        form = packed_heads.pack_mask(p, form)
+        p = packed_heads.pack_problem(p, form)
+        query = packed_heads.pack(query, p.kv_heads)
+    tiles = HopperForwardTiles.of(p) if tiles is None else tiles
     qk_dim, v_dim = padded_depth(p.qk_dim), padded_depth(p.v_dim)
     operands = _Operands(
-        pad_for_tma(inputs.query, ROWS, qk_dim),
+        pad_for_tma(query, ROWS, qk_dim),
         pad_for_tma(inputs.key, tiles.kv_tile, qk_dim),
         pad_for_tma(inputs.value, tiles.kv_tile, v_dim),
-        None if inputs.sinks is None else inputs.sinks.astype(jnp.float32)[None],
-        RowMask.of(p, aux.mask, tiles.q_tile, tiles.kv_tile),
+        None if sinks is None or tiles.splits > 1 else _by_row(sinks, p, tiles.q_tile),
+        RowMask.of(p, form, tiles.q_tile, tiles.kv_tile),
     )
-    out, lse = over_batch(functools.partial(_launch, tiles))(p, operands)
-    return out[:, : p.q_len, :, : p.v_dim], lse[..., : p.q_len]
+    group = problem.group if packs else 1
+    out, lse = over_batch(functools.partial(_launch, tiles, group))(p, operands)
+    out = out[..., : problem.v_dim]
+    if sinks is not None and tiles.splits > 1:
+        out, lse = split_kv.join_sinks(out, lse, sinks)
+    return out.astype(problem.dtype), lse
+
+
+def _by_row(sinks: Float[Array, " N"], p: Problem, q_tile: int) -> Float[Array, "1 N T|1"]:
+    """One per head, or where heads are packed one per row."""
+    sinks = sinks.astype(jnp.float32).reshape(1, p.heads, -1)
+    group = sinks.shape[2]
+    return sinks if group == 1 else pad_axis(jnp.tile(sinks, (1, 1, p.q_len // group)), round_up(p.q_len, q_tile), 2)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _launch(tiles: HopperForwardTiles, p: Problem, operands: _Operands):
-    _, q_rows, _, qk_dim = operands.query.shape
-    v_dim = operands.value.shape[3]
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: _Operands):
+    """(out [B, T, N, V], lse [B, N, T]), where the kernel's rows are `group` heads of each query."""
+    qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
     wgs, ring, kv_tile = tiles.compute_wgs, tiles.stages, tiles.kv_tile
-    q_tiles = -(-p.q_len // tiles.q_tile)
-    order = TileOrder.of(p.batch * p.heads, q_tiles, p.group, p.kv_len * (qk_dim + v_dim) * p.dtype.itemsize)
+    q_tiles, splits = -(-p.q_len // tiles.q_tile), tiles.splits
+    out_rows = round_up(p.q_len, TMA_ROWS)
+    stored_rows = min(ROWS, out_rows)  # of a warpgroup's; TMA cuts off those beyond the last
+    out_dtype, out_columns = p.dtype, v_dim
+    if splits > 1:
+        out_dtype, out_columns = jnp.dtype(jnp.float32), round_up(v_dim, split_kv.COLUMNS)
+    order = TileOrder.of(p.batch * p.heads, q_tiles * splits, p.group, p.kv_len * (qk_dim + v_dim) * p.dtype.itemsize)
     blocks = min(tiles.blocks or order.total, order.total)
     # Scores of a causal mask grow with the row, so the last rows come first.
     longest_last = p.mask.band is not None and p.mask.band.high is not None
@@ -83,22 +115,38 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: _Operands):
         mask = TileMask(p, tiles.q_tile, kv_tile, inputs.mask)
         s = _Scratch(**{"out_slots": None, **scratch})
 
-        def piece(turn):
-            head, q_index = order.locate(snake(turn, block, blocks))
+        def piece(turn) -> _Piece:
+            head, tile = order.locate(snake(turn, block, blocks))
+            split, q_index = (0, tile) if splits == 1 else (lax.div(tile, q_tiles), lax.rem(tile, q_tiles))
             q_index = q_tiles - 1 - q_index if longest_last else q_index
-            return lax.div(head, p.heads), lax.rem(head, p.heads), q_index
+            example, head = lax.div(head, p.heads), lax.rem(head, p.heads)
+            span = mask.key_span(example, q_index)
+            if splits == 1:
+                return _Piece(example, head, q_index, example, span)
+            return _Piece(example, head, q_index, example * splits + split, span.part(split, splits))
 
-        def each_piece(role):
-            """`role(turn, steps)` for all of the block's pieces; it returns how many key tiles it went through."""
-            if blocks == order.total:
-                role(jnp.int32(0), jnp.int32(0))
+        def each_piece(role, without_keys=lambda _: None):
+            """`role(piece, turn, steps)` for all of the block's pieces; `steps` counts the key tiles before them."""
+
+            def take(turn, steps):
+                taken = piece(turn)
+                role(taken, turn, steps)
+                return steps + taken.span.last - taken.span.first
+
+            if blocks < order.total:
+                lax.fori_loop(0, turns(order.total, block, blocks), take, jnp.int32(0))
+            elif splits == 1:
+                take(jnp.int32(0), jnp.int32(0))
             else:
-                lax.fori_loop(0, turns(order.total, block, blocks), lambda i, n: n + role(i, n), jnp.int32(0))
+                taken = piece(jnp.int32(0))
+                has_keys = taken.span.first < taken.span.last
+                pl.when(has_keys)(lambda: role(taken, jnp.int32(0), jnp.int32(0)))
+                pl.when(~has_keys)(lambda: without_keys(taken))
 
         @pl.when(warpgroup == wgs)
         def _load():
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
-            each_piece(functools.partial(load, piece, mask, inputs, s))
+            each_piece(functools.partial(load, mask, inputs, s))
 
         @pl.when(warpgroup < wgs)
         def _compute():
@@ -108,7 +156,10 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: _Operands):
             def _first_turn():
                 plgpu.barrier_arrive(s.turn.at[0])
 
-            each_piece(functools.partial(compute, piece, mask, inputs, s, out_ref, lse_ref, warpgroup))
+            each_piece(
+                functools.partial(compute, mask, inputs, s, out_ref, lse_ref, warpgroup),
+                without_keys=functools.partial(see_nothing, s, lse_ref, warpgroup),
+            )
 
             @pl.when(warpgroup == 0)
             def _last_turn():
@@ -116,10 +167,9 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: _Operands):
 
             plgpu.wait_smem_to_gmem(0)
 
-    def load(piece, mask: TileMask, inputs: _Operands, s: _Scratch, turn, steps):
-        example, head, q_index = piece(turn)
+    def load(mask: TileMask, inputs: _Operands, s: _Scratch, piece: _Piece, turn, steps):
+        example, head, q_index, _, span = piece
         kv_head = lax.div(head, p.group)
-        span = mask.key_span(example, q_index)
 
         def load_q():
             for wg in range(wgs):
@@ -144,8 +194,9 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: _Operands):
                 if mends is None:
                     plgpu.copy_gmem_to_smem(ref, slot_ref, ready)
                 else:
-                    plgpu.copy_gmem_to_smem(ref, slot_ref, ready, predicate=~mends)
-                    plgpu.copy_gmem_to_smem(ref, slot_ref, s.kv_arrived, predicate=mends)
+                    # A copy's own predicate would leave its barrier's arrival in place.
+                    pl.when(mends)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, s.kv_arrived))
+                    pl.when(~mends)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, ready))
 
             @pl.when(step >= ring)
             def _wait_k():
@@ -172,11 +223,11 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: _Operands):
 
         load_kv(span.first, first=True)
         lax.fori_loop(span.first + 1, span.last, lambda j, _: load_kv(j), None)
-        return span.last - span.first
 
-    def compute(piece, mask: TileMask, inputs: _Operands, s: _Scratch, out_ref, lse_ref, warpgroup, turn, steps):
-        example, head, q_index = piece(turn)
-        span = mask.key_span(example, q_index)
+    def compute(
+        mask: TileMask, inputs: _Operands, s: _Scratch, out_ref, lse_ref, warpgroup, piece: _Piece, turn, steps
+    ):
+        example, head, q_index, out_index, span = piece
         q_slot = lax.rem(turn, tiles.q_slots) * wgs + warpgroup
         q_start = q_index * tiles.q_tile + warpgroup * ROWS
         query = s.q_slots.at[q_slot]
@@ -252,26 +303,39 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: _Operands):
 
         state, out = pl.run_scoped(over_keys, plgpu.ACC((ROWS, v_dim), jnp.float32))
         if inputs.sinks is not None:
-            state, rescale = state.join(inputs.sinks[0, head] * LOG2_E)
+            sinks = inputs.sinks.at[example if inputs.sinks.shape[0] > 1 else 0, head]
+            if sinks.shape[0] == 1:
+                sink = sinks[0]
+            else:
+                sink = plgpu.load(sinks.at[pl.ds(q_start, ROWS)], layout=BY_ROW, optimized=False)
+            state, rescale = state.join(sink * LOG2_E)
             out = out * by_row(rescale, v_dim)
         normaliser, lse = state.finish()
         out_slot = query if s.out_slots is None else s.out_slots.at[warpgroup]
         lse_slot = s.lse_slots.at[warpgroup]
-        out_slot[...] = (out * by_row(normaliser, v_dim)).astype(p.dtype)
+        out_slot[...] = (out * by_row(normaliser, v_dim)).astype(out_dtype)
         lse_slot[...] = lse
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_slot, out_ref.at[example, pl.ds(q_start, ROWS), head])
-        plgpu.copy_smem_to_gmem(lse_slot, lse_ref.at[example, head, pl.ds(q_start, ROWS)])
+        stored = out_slot.at[pl.ds(0, stored_rows)] if stored_rows < ROWS else out_slot
+        plgpu.copy_smem_to_gmem(stored, out_ref.at[out_index, pl.ds(q_start, stored_rows), head, pl.ds(0, v_dim)])
+        plgpu.copy_smem_to_gmem(lse_slot, lse_ref.at[out_index, head, pl.ds(q_start, ROWS)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(s.q_consumed.at[q_slot])
-        return span.last - span.first
 
-    shares_slot = qk_dim == v_dim  # out leaves through Q's slot
+    def see_nothing(s: _Scratch, lse_ref, warpgroup, piece: _Piece):
+        """What a part of the keys without a tile leaves: lse -inf, by which its out counts for nothing."""
+        lse_slot = s.lse_slots.at[warpgroup]
+        lse_slot[...] = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), BY_ROW)
+        plgpu.commit_smem()
+        q_start = piece.q_index * tiles.q_tile + warpgroup * ROWS
+        plgpu.copy_smem_to_gmem(lse_slot, lse_ref.at[piece.out_index, piece.head, pl.ds(q_start, ROWS)])
+
+    shares_slot = qk_dim == v_dim and out_dtype == p.dtype  # out leaves through Q's slot
     scratch = {
         "q_slots": smem_tile(tiles.q_slots * wgs, ROWS, qk_dim, dtype=p.dtype),
         "k_slots": smem_tile(ring, kv_tile, qk_dim, dtype=p.dtype),
         "v_slots": smem_tile(ring, kv_tile, v_dim, dtype=p.dtype),
-        **({} if shares_slot else {"out_slots": smem_tile(wgs, ROWS, v_dim, dtype=p.dtype)}),
+        **({} if shares_slot else {"out_slots": smem_tile(wgs, ROWS, v_dim, dtype=out_dtype)}),
         "lse_slots": plgpu.SMEM((wgs, ROWS), jnp.float32),
         "q_ready": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
         "q_consumed": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
@@ -282,19 +346,37 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: _Operands):
         "kv_arrived": plgpu.Barrier(num_arrivals=2),
         "turn": plgpu.Barrier(num_barriers=wgs),
     }
-    return plgpu.kernel(
+    out, lse = plgpu.kernel(
         attention_forward,
         out_type=(
-            jax.ShapeDtypeStruct((p.batch, q_rows, p.heads, v_dim), p.dtype),
-            jax.ShapeDtypeStruct((p.batch, p.heads, round_up(p.q_len, tiles.q_tile)), jnp.float32),
+            jax.ShapeDtypeStruct((p.batch * splits, out_rows, p.heads, out_columns), out_dtype),
+            jax.ShapeDtypeStruct((p.batch * splits, p.heads, q_tiles * tiles.q_tile), jnp.float32),
         ),
         grid=(blocks,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
     )(*jax.tree.leaves(operands))
+    if splits == 1:
+        out, lse = packed_heads.unpack(out[:, : p.q_len], group), lse[..., : p.q_len]
+    else:
+        out, lse = (x.reshape(p.batch, splits, *x.shape[1:]) for x in (out, lse))
+        wanted = jnp.float32 if p.sinks else p.dtype
+        out = split_kv.combine_out(out, lse, p.q_len, v_dim, group, wanted)
+        lse = split_kv.combine_lse(lse[..., : p.q_len])
+    return out, packed_heads.unpack_lse(lse, group)
+
+
+class _Piece(NamedTuple):
+    """What a block does at a time: these key tiles for this tile of queries, with results at `out_index`."""
+
+    example: Any
+    head: Any
+    q_index: Any
+    out_index: Any
+    span: Span
 
 
 class _Scratch(NamedTuple):

@@ -1,0 +1,145 @@
+"""Few queries on Hopper: how keys are split and heads packed into rows, and the arithmetic that undoes it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fast_layers import masks as M
+from fast_layers.ops.attention import packed_heads, split_kv
+from fast_layers.ops.attention.config import (
+    HOPPER_SMEM_BYTES,
+    HOPPER_SMS,
+    HopperForwardTiles,
+    num_splits,
+    packs_heads,
+)
+from fast_layers.ops.attention.hopper_mask import Span
+from fast_layers.ops.attention.problem import MaskFacts, Problem
+
+
+def problem(**changes) -> Problem:
+    facts = {"batch": 1, "q_len": 1, "kv_len": 16384, "heads": 32, "kv_heads": 8, "qk_dim": 128, "v_dim": 128}
+    return Problem(**{**facts, **changes}, dtype=jnp.dtype(jnp.bfloat16), mask=MaskFacts(), scale=0.1)
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "key_tiles", "wanted"),
+    [
+        pytest.param(8, 256, 16, id="one example fills the SMs once"),
+        pytest.param(128, 256, 1, id="nearly full already"),
+        pytest.param(1024, 256, 1, id="many rounds"),
+        pytest.param(8, 7, 1, id="too few keys"),
+        pytest.param(8, 32, 8, id="at least four tiles each"),
+        pytest.param(1, 2048, 128, id="one head"),
+    ],
+)
+def test_keys_are_split_until_the_sms_are_busy(pieces, key_tiles, wanted):
+    assert num_splits(pieces, key_tiles) == wanted
+
+
+def test_a_bad_last_round_is_split_away():
+    splits = num_splits(HOPPER_SMS + 8, 256)
+    rounds = -(-(HOPPER_SMS + 8) * splits // HOPPER_SMS)
+    assert rounds / splits < 1.2
+
+
+@pytest.mark.parametrize("depths", [(64, 64), (128, 128), (192, 128), (256, 256), (80, 48), (200, 200)])
+@pytest.mark.parametrize("batch", [1, 16, 128])
+@pytest.mark.parametrize("q_len", [1, 64, 100, 300])
+def test_chosen_tiles_fit_in_shared_memory(depths, batch, q_len):
+    tiles = HopperForwardTiles.of(problem(batch=batch, q_len=q_len, qk_dim=depths[0], v_dim=depths[1]))
+    assert tiles.smem_bytes(*depths) <= HOPPER_SMEM_BYTES
+    if q_len <= 64:
+        assert tiles.compute_wgs == 1
+
+
+def test_a_persistent_grid_takes_no_split_keys():
+    with pytest.raises(ValueError, match=r"self\.splits=2 must be at least 1, and 1 in a persistent grid"):
+        HopperForwardTiles(1, 64, blocks=132, splits=2)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "heads", "packs"),
+    [(1, 32, True), (16, 32, True), (40, 32, True), (64, 32, False), (1000, 32, False), (1, 8, False), (65, 64, True)],
+)
+def test_heads_are_packed_where_it_saves_tiles(q_len, heads, packs):
+    assert packs_heads(problem(q_len=q_len, heads=heads)) is packs
+
+
+@pytest.mark.parametrize("tiles", range(9))
+@pytest.mark.parametrize("parts", [1, 2, 5, 7])
+def test_parts_share_the_key_tiles_evenly(tiles, parts):
+    span = Span(*(jnp.int32(x) for x in (3, 3 + tiles, 0, 9)))
+    shares = [span.part(jnp.int32(i), parts) for i in range(parts)]
+    edges = [int(share.first) for share in shares] + [int(shares[-1].last)]
+    assert edges[1:] == [int(share.last) for share in shares]
+    assert (edges[0], edges[-1]) == (3, 3 + tiles)
+    sizes = np.diff(edges)
+    assert sizes.max() - sizes.min() <= 1
+
+
+def test_lse_of_parts():
+    logits = numbers(2, 3, 4, 5, 7)
+    logits[0, 1] = logits[1, :, 2] = -np.inf
+    lse = split_kv.combine_lse(jax.nn.logsumexp(jnp.asarray(logits), axis=-1))
+    whole = jax.nn.logsumexp(jnp.asarray(logits).swapaxes(1, 3).reshape(2, 5, 4, 21), axis=-1).swapaxes(1, 2)
+    np.testing.assert_allclose(lse, whole, rtol=1e-6)
+
+
+def test_joining_a_sink_is_one_more_key_of_value_zero():
+    logits, value, sinks = numbers(2, 4, 3, 9), numbers(2, 9, 4, 8, seed=1), numbers(4, seed=2)
+    logits[1, 2] = -np.inf
+    weights = np.nan_to_num(jax.nn.softmax(logits))
+    out, lse = split_kv.join_sinks(
+        jnp.einsum("bnts,bsnv->btnv", weights, value),
+        jax.nn.logsumexp(jnp.asarray(logits), axis=-1),
+        jnp.asarray(sinks),
+    )
+    with_sink = np.concatenate([logits, np.broadcast_to(sinks[None, :, None, None], (2, 4, 3, 1))], -1)
+    wanted = jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(with_sink)[..., :-1], value)
+    wanted_lse = jax.nn.logsumexp(jnp.asarray(with_sink), axis=-1).at[1, 2].set(-jnp.inf)
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5)
+
+
+def test_packed_rows_stand_with_their_key_value_head():
+    query = numbers(2, 3, 6, 4)
+    packed = packed_heads.pack(jnp.asarray(query), kv_heads=2)
+    assert packed.shape == (2, 9, 2, 4)
+    for row in range(9):
+        for kv_head in range(2):
+            np.testing.assert_array_equal(packed[:, row, kv_head], query[:, row // 3, kv_head * 3 + row % 3])
+    np.testing.assert_array_equal(packed_heads.unpack(packed, 3), query)
+    np.testing.assert_array_equal(
+        packed_heads.unpack_lse(packed[..., 0].swapaxes(1, 2), 3), query[..., 0].swapaxes(1, 2)
+    )
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        M.Causal(),
+        M.LocalWindow(2, 1),
+        M.KeyLengths(np.array([3, 0], np.int32)),
+        M.Causal() & M.Segments(np.array([0, 0, 1], np.int32), np.array([0, 1, 1, 0, 1], np.int32)),
+    ],
+)
+def test_a_packed_mask_repeats_the_rows(mask):
+    form = mask.lower((2,), 3, 5, 1)
+    small = problem(batch=2, q_len=3, kv_len=5, heads=8, kv_heads=2)
+    small = dataclasses.replace(small, mask=MaskFacts.of(form))
+    packed = packed_heads.pack_mask(small, form)
+    assert packed_heads.pack_problem(small, packed).mask.band is None
+    visible = jnp.broadcast_to(form.as_array(3, 5), (2, 1, 3, 5))
+    np.testing.assert_array_equal(
+        jnp.broadcast_to(packed.as_array(12, 5), (2, 1, 12, 5)), jnp.repeat(visible, 4, axis=2)
+    )
