@@ -1,0 +1,136 @@
+"""The Hopper attention kernels, chosen by themselves and compiled by the real assembler, in all their tile choices."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deviceless import functions
+from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES
+from fast_layers.testing import Compilation, compile_all_for
+from fast_layers.testing.deviceless import missing_wheels
+
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif(bool(missing_wheels()) and not os.environ.get("CI"), reason=missing_wheels() or ""),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    length: int = 8192
+    heads: int = 16
+    kv_heads: int = 16
+    qk_dim: int = 128
+    v_dim: int | None = None
+    batch: int = 2
+    segments: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def kernels(self) -> tuple[str, str]:
+        deep = max(self.qk_dim, self.v_dim or 0) > 128
+        return "attention_forward", "attention_backward_deep" if deep else "attention_backward"
+
+    def compilation(self) -> Compilation:
+        def shape(length, heads, depth):
+            return jax.ShapeDtypeStruct((self.batch, length, heads, depth), jnp.bfloat16)
+
+        v_dim = self.v_dim or self.qk_dim
+        shapes = (
+            shape(self.length, self.heads, self.qk_dim),
+            shape(self.length, self.kv_heads, self.qk_dim),
+            shape(self.length, self.kv_heads, v_dim),
+            shape(self.length, self.heads, v_dim),
+        )
+        # An argument: XLA takes many seconds to fold what is computed from a constant of this length.
+        ids = (jax.ShapeDtypeStruct((self.length,), jnp.int32),) if self.segments else ()
+        return Compilation(functions.attention_and_gradients, (*shapes, *ids), self.options)
+
+
+CAUSAL = {"is_causal": True}
+EVERYTHING = {"is_causal": True, "softcap": 30.0, "sinks": np.zeros(16, np.float32), "local_window_size": (1024, 0)}
+BATCHES = {
+    "shallow": {
+        "d64 full, short": Call(2048, qk_dim=64),
+        "d64 full": Call(qk_dim=64),
+        "d64 causal, short": Call(2048, qk_dim=64, options=CAUSAL),
+        "d64 causal": Call(qk_dim=64, options=CAUSAL),
+        "d64 segments": Call(kv_heads=4, qk_dim=64, segments=True, options=CAUSAL),
+        "d64 everything": Call(kv_heads=4, qk_dim=64, segments=True, options=EVERYTHING),
+        "d80 causal": Call(qk_dim=80, options=CAUSAL),
+    },
+    "deep": {
+        "d128 full, short": Call(2048),
+        "d128 full": Call(),
+        "d128 causal": Call(options=CAUSAL),
+        "d128 segments": Call(kv_heads=4, segments=True, options=CAUSAL),
+        "d128 everything": Call(kv_heads=4, segments=True, options=EVERYTHING),
+        "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL),
+        "d256 full": Call(qk_dim=256),
+        "d256 causal": Call(qk_dim=256, options=CAUSAL),
+        "d256 segments": Call(kv_heads=4, qk_dim=256, segments=True, options=CAUSAL),
+    },
+}
+
+# Bytes of spilled stores: (forward, backward), about a fifth above what ptxas 13.3 made of them on 2026-11-20.
+# The backward keeps four accumulators, up to the last of its 240 registers; what it spills are addresses and bounds
+# that ptxas hoists out of the loop over queries. The forward spills in a few settings only.
+NO_SPILLS = (0, 0)
+SPILLS = {
+    "d64 full, short": (0, 40),
+    "d64 full": (0, 40),
+    "d64 causal, short": (0, 380),
+    "d64 causal": (32, 380),
+    "d64 segments": (0, 280),
+    "d64 everything": (0, 940),
+    "d80 causal": (0, 80),
+    "d128 full, short": (0, 100),
+    "d128 full": (0, 100),
+    "d128 causal": (0, 340),
+    "d128 segments": (0, 260),
+    "d128 everything": (0, 540),
+    "d192/128 causal": (16, 0),
+    "d256 full": (0, 48),
+    "d256 causal": (16, 230),
+    "d256 segments": (80, 230),
+}
+# Both kernels together; 6 to 14 on a busy machine of two cores.
+MOST_SECONDS = 40.0
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_kernels_compile_well(batch):
+    calls = BATCHES[batch]
+    reports = compile_all_for("h200", [call.compilation() for call in calls.values()])
+    faults = []
+    for (name, call), report in zip(calls.items(), reports, strict=True):
+        print(f"{name}: lowered and compiled in {report.seconds:.1f} s")
+        if report.failure is not None:
+            faults.append(f"{name}: {report.failure}")
+            continue
+        if report.seconds > MOST_SECONDS:
+            faults.append(f"{name}: {report.seconds:.0f} s")
+        kernels = {kernel.name: kernel for kernel in report.kernels}
+        if missing := set(call.kernels) - set(kernels):
+            faults.append(f"{name}: {missing} was not chosen; there are {sorted(kernels)}")
+            continue
+        for kernel_name, most in zip(call.kernels, SPILLS.get(name, NO_SPILLS), strict=True):
+            kernel = kernels[kernel_name]
+            print(
+                f"  {kernel_name}: {kernel.live_registers} registers of {max(kernel.register_budgets)}, "
+                f"{kernel.smem_bytes} bytes of shared memory, {kernel.spill_store_bytes} spilled"
+            )
+            where = f"{name}, {kernel_name}"
+            faults += [f"{where}: serialised, {warning}" for warning in kernel.serialised_wgmma]
+            if kernel.smem_bytes is None or kernel.smem_bytes > HOPPER_SMEM_BYTES:
+                faults.append(f"{where}: {kernel.smem_bytes} bytes of shared memory exceed {HOPPER_SMEM_BYTES}")
+            if kernel.spill_store_bytes > most:
+                faults.append(f"{where}: {kernel.spill_store_bytes} bytes are spilled, of {most} at most")
+    assert not faults, "\n".join(faults)
