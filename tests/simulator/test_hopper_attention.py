@@ -200,11 +200,9 @@ class TestVmap:
     def test_sinks_closed_over(self):
         self._check((0, 0, 0, 0, None), *_draw(), jnp.array([0.5, 2.0], jnp.float32))
 
-    @pytest.mark.xfail(strict=True, reason="the forward reads the first example's sinks for all")
     def test_over_sinks(self):
         self._check((0, 0, 0, 0, 0), *_draw(), jnp.array([[0.5, 2.0], [-1.0, 4.0]], jnp.float32))
 
-    @pytest.mark.xfail(strict=True, reason="the forward reads the first example's sinks for all")
     def test_over_sinks_alone(self):
         query, key, value, d_out = (x[0] for x in _draw())
         sinks = jnp.array([[0.5, 2.0], [-1.0, 4.0]], jnp.float32)
