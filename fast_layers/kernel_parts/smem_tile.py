@@ -23,4 +23,6 @@ def smem_tile(*shape: int, dtype: Any) -> Any:
     """Scratch of `shape`, its last two dimensions in swizzled tiles of eight rows."""
     columns = swizzled_columns(shape[-1], dtype)
     swizzle = columns * jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)))
+    tiling: Any = plgpu.TilingTransform  # abstract to type checkers only
+    swizzling: Any = plgpu.SwizzleTransform
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), swizzling(swizzle)))

@@ -347,7 +347,8 @@ class _Draw:
         if c.prefix is not None:
             given.append(masks.Prefix(np.array(c.prefix, np.int32)))
         ids = None if c.documents is None else _document_ids(c.documents, c.q_len)
-        ids = rng.permuted(np.stack([ids] * c.batch), axis=1) if c.scattered else ids
+        if ids is not None and c.scattered:
+            ids = rng.permuted(np.stack([ids] * c.batch), axis=1)
         inputs, aux, options, _ = api._prepare(
             query,
             key,

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.kernel_parts.online_softmax import LOG2_E
@@ -46,6 +46,7 @@ from fast_layers.ops.attention.hopper_call import (
     round_up,
 )
 from fast_layers.ops.attention.hopper_mask import WGMMA, TileMask, tanh
+from fast_layers.ops.attention.masks import MaskForm
 from fast_layers.ops.attention.problem import Inputs, Problem, Residuals, finite_or_zero
 from fast_layers.ops.attention.xla import sink_gradient
 
@@ -103,7 +104,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     start = jnp.where(jnp.isfinite(delta), -lse / (p.scale if p.softcap is None else 1.0), jnp.nan)
     start = jnp.where(sees_none, -jnp.inf, start)
     mask = RowMask.of(p, aux.mask, tiles.q_tile, tiles.kv_tile)
-    units = _units(p, inputs.key, inputs.value, d_out, delta)
+    units = _units(p, aux.mask, inputs.key, inputs.value, d_out, delta)
     operands = Operands(
         pad_for_tma(query, tiles.q_tile, qk_dim),
         pad_for_tma(inputs.key, tiles.kv_tile, qk_dim),
@@ -126,25 +127,45 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     )
 
 
-def _units(p: Problem, key: Array, value: Array, d_out: Array, delta: Array) -> Float[Array, "B N T"]:
+def _units(p: Problem, form: MaskForm, key: Array, value: Array, d_out: Array, delta: Array) -> Float[Array, "B N T"]:
     """A power of two for each row, by which |dQ| / scale and all its partial sums are less than 2^30.
 
-    dQ / scale = sum_s P_s (dO . V_s - delta) K_s with weights that sum to at most 1.
+    dQ / scale = sum_s P_s (dO . V_s - delta) K_s with weights that sum to at most 1. What stands in padding, which no
+    row sees, does not count.
     """
+    seen = _seen_keys(p, form)
 
-    def largest(x, axes):
-        size = jnp.abs(x.astype(jnp.float32))
-        return jnp.where(size < jnp.inf, size, 0.0).max(axes)
+    def largest(x):
+        """[B, K, 1], of the keys that are seen and finite."""
+        x = x if seen is None else jnp.where(seen[:, :, None], x, 0.0)
+        return jnp.repeat(jnp.where(x < jnp.inf, x, 0.0).max(1), p.group, axis=1)[..., None]
 
     def length(x):
-        x = finite_or_zero(x).astype(jnp.float32)
+        x = x.astype(jnp.float32)
         return jnp.sqrt((x * x).sum(-1))
 
-    longest_value = jnp.repeat(length(value).max(1), p.group, axis=1)[..., None]
-    largest_key = jnp.repeat(largest(key, (1, 3)), p.group, axis=1)[..., None]
-    bound = (length(d_out).swapaxes(1, 2) * longest_value + jnp.abs(finite_or_zero(delta))) * largest_key
+    longest_value = largest(length(value))
+    largest_key = largest(jnp.abs(key.astype(jnp.float32)).max(-1))
+    bound = (
+        length(finite_or_zero(d_out)).swapaxes(1, 2) * longest_value + jnp.abs(finite_or_zero(delta))
+    ) * largest_key
     exponent = jnp.ceil(jnp.log2(jnp.maximum(bound * _ROUNDING, jnp.finfo(jnp.float32).tiny)))
     return jnp.exp2(jnp.clip(_BITS - exponent, -_LARGEST_EXPONENT, _LARGEST_EXPONENT))
+
+
+def _seen_keys(p: Problem, form: MaskForm) -> Bool[Array, "B|1 S"] | None:
+    """The keys between the first and the last that any row of an example sees; None for all."""
+    start, stop = form.intervals(p.q_len, p.kv_len)
+    if start is None and stop is None:
+        return None
+    start = jnp.zeros((1, p.q_len), jnp.int32) if start is None else start
+    stop = jnp.full((1, p.q_len), p.kv_len, jnp.int32) if stop is None else stop
+    sees_some = start < stop
+    first = jnp.where(sees_some, start, p.kv_len).min(1, keepdims=True)
+    last = jnp.where(sees_some, stop, 0).max(1, keepdims=True)
+    keys = jnp.arange(p.kv_len, dtype=jnp.int32)
+    seen = (keys >= first) & (keys < last)
+    return seen if form.key_segments is None else seen & (form.key_segments >= 0)
 
 
 def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Array, "B|1 J 2"]:
@@ -169,7 +190,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     tree = jax.tree.structure(operands)
 
     def attention_backward(*refs, **scratch):
-        inputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         d_query_ref, d_key_ref, d_value_ref = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         mask = TileMask(p, q_tile, KV_TILE, inputs.mask)
@@ -208,7 +229,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             plgpu.copy_smem_to_gmem(s.v_slot.at[warpgroup], d_value_ref.at[example, keys, kv_head])
             plgpu.wait_smem_to_gmem(0)
 
-    def load(inputs: Operands, s: _Scratch, example, kv_head, kv_index, steps, place):
+    def load(inputs: Any, s: _Scratch, example, kv_head, kv_index, steps, place):
         k_start = kv_index * KV_TILE
         for i in range(panels):
             key = inputs.key.at[example, pl.ds(k_start, KV_TILE), kv_head, pl.ds(i * panel, panel)]
@@ -309,8 +330,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
                 weights, d_weights = pl.run_scoped(
                     functools.partial(weights_and_gradients, slot=slot, q_index=place(i)[1]),
-                    plgpu.ACC((ROWS, q_tile), jnp.float32),
-                    plgpu.ACC((ROWS, q_tile), jnp.float32),
+                    plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
+                    plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                 )
                 plgpu.wgmma(d_value, weights.astype(p.dtype), d_out)
                 d_scores = (weights * d_weights).astype(p.dtype)
@@ -328,7 +349,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                     plgpu.wgmma(d_key, d_scores, query)
                     return plgpu.wgmma_accumulator_load(acc, wait_n=1)  # dK's product goes on
 
-                d_query = pl.run_scoped(d_query_and_key, plgpu.ACC((ROWS, panel), jnp.float32))
+                d_query = pl.run_scoped(d_query_and_key, plgpu.WGMMAAccumulatorRef((ROWS, panel), jnp.float32))
                 plgpu.barrier_arrive(s.d_out_consumed.at[slot])
                 plgpu.barrier_arrive(s.scores_consumed.at[1 - buffer])
                 add_d_query(d_query, units, before)
@@ -353,7 +374,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                     multiply_d_query(acc, buffer)
                     return acc[...]
 
-                d_query = pl.run_scoped(last, plgpu.ACC((ROWS, panel), jnp.float32))
+                d_query = pl.run_scoped(last, plgpu.WGMMAAccumulatorRef((ROWS, panel), jnp.float32))
                 add_d_query(d_query, load_units(steps - 1), steps - 1)
                 plgpu.barrier_arrive(s.scores_consumed.at[buffer])
                 plgpu.barrier_wait(s.scores_consumed.at[buffer])  # K's slot is free once both have used it for dQ
@@ -361,7 +382,9 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             return d_key[...], d_value[...]
 
         return pl.run_scoped(
-            over_queries, plgpu.ACC((ROWS, qk_dim), jnp.float32), plgpu.ACC((ROWS, v_dim), jnp.float32)
+            over_queries,
+            plgpu.WGMMAAccumulatorRef((ROWS, qk_dim), jnp.float32),
+            plgpu.WGMMAAccumulatorRef((ROWS, v_dim), jnp.float32),
         )
 
     def by_query(x):

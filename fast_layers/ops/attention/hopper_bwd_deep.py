@@ -61,7 +61,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     tree = jax.tree.structure(operands)
 
     def attention_backward_deep(*refs, **scratch):
-        inputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         d_query_ref, d_key_ref, d_value_ref = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         mask = TileMask(p, q_tile, kv_tile, inputs.mask)
@@ -142,7 +142,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             plgpu.copy_smem_to_gmem(s.k_slot.at[0], d_key_ref.at[example, pl.ds(k_start, kv_tile), kv_head])
             plgpu.wait_smem_to_gmem(0)
 
-    def load(inputs: Operands, s: _Scratch, example, kv_head, k_start, steps, place):
+    def load(inputs: Any, s: _Scratch, example, kv_head, k_start, steps, place):
         keys = pl.ds(k_start, kv_tile)
         plgpu.copy_gmem_to_smem(inputs.key.at[example, keys, kv_head], s.k_slot.at[0], s.kv_ready)
         plgpu.copy_gmem_to_smem(inputs.value.at[example, keys, kv_head], s.v_slot, s.kv_ready)
@@ -261,13 +261,13 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                             add_to_d_query(i, d_query, units, VALUE_WG, index)
                             return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
-                        d_query = pl.run_scoped(next_panel, plgpu.ACC((q_tile, panel), jnp.float32))
+                        d_query = pl.run_scoped(next_panel, plgpu.WGMMAAccumulatorRef((q_tile, panel), jnp.float32))
                     else:
                         plgpu.barrier_arrive(s.scores_consumed)
                         add_to_d_query(i, d_query, units, VALUE_WG, index)
                 return next_weights
 
-            weights = pl.run_scoped(first_weights, plgpu.ACC((ROWS, q_tile), jnp.float32))
+            weights = pl.run_scoped(first_weights, plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32))
 
             @pl.when(steps == 0)
             def _nothing_to_do():
@@ -276,7 +276,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             lax.fori_loop(0, steps, step, weights)
             return d_value[...]
 
-        return pl.run_scoped(over_queries, plgpu.ACC((ROWS, v_dim), jnp.float32))
+        return pl.run_scoped(over_queries, plgpu.WGMMAAccumulatorRef((ROWS, v_dim), jnp.float32))
 
     def d_key_of(
         s: _Scratch,
@@ -309,7 +309,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                     plgpu.wgmma(acc, s.v_slot, s.d_out_slots.at[slot].T)
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
-                d_weights = pl.run_scoped(d_weights_of, plgpu.ACC((ROWS, q_tile), jnp.float32))
+                d_weights = pl.run_scoped(d_weights_of, plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32))
                 plgpu.barrier_arrive(s.d_out_consumed.at[slot])
                 plgpu.barrier_wait(s.weights_ready)
                 d_scores = (plgpu.load(s.weights, layout=WGMMA).astype(jnp.float32) * d_weights).astype(p.dtype)
@@ -343,7 +343,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                         d_query = plgpu.wgmma_accumulator_load(accs[index], wait_n=own - 1 - index)
                         add_to_d_query(i, d_query, units, KEY_WG, index)
 
-                accs = [plgpu.ACC((q_tile, panel), jnp.float32)] * own
+                accs = [plgpu.WGMMAAccumulatorRef((q_tile, panel), jnp.float32)] * own
                 if own:
                     pl.run_scoped(products, *accs)
                 else:
@@ -352,7 +352,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             lax.fori_loop(0, steps, step, None)
             return d_key[...]
 
-        return pl.run_scoped(over_queries, plgpu.ACC((ROWS, qk_dim), jnp.float32))
+        return pl.run_scoped(over_queries, plgpu.WGMMAAccumulatorRef((ROWS, qk_dim), jnp.float32))
 
     def by_query(x):
         return lax.broadcast_in_dim(x, (ROWS, q_tile), [1])
@@ -393,7 +393,9 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
 
 def _accumulators(q_tile: int, panel: int) -> tuple[Any, Any]:
     """Of scores and of a panel of dQ."""
-    return plgpu.ACC((ROWS, q_tile), jnp.float32), plgpu.ACC((q_tile, panel), jnp.float32)
+    return plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32), plgpu.WGMMAAccumulatorRef(
+        (q_tile, panel), jnp.float32
+    )
 
 
 class _Scratch(NamedTuple):

@@ -109,7 +109,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: _Operan
     tree = jax.tree.structure(operands)
 
     def attention_forward(*refs, **scratch):
-        inputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         out_ref, lse_ref = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         mask = TileMask(p, tiles.q_tile, kv_tile, inputs.mask)
@@ -167,7 +167,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: _Operan
 
             plgpu.wait_smem_to_gmem(0)
 
-    def load(mask: TileMask, inputs: _Operands, s: _Scratch, piece: _Piece, turn, steps):
+    def load(mask: TileMask, inputs: Any, s: _Scratch, piece: _Piece, turn, steps):
         example, head, q_index, _, span = piece
         kv_head = lax.div(head, p.group)
 
@@ -224,9 +224,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: _Operan
         load_kv(span.first, first=True)
         lax.fori_loop(span.first + 1, span.last, lambda j, _: load_kv(j), None)
 
-    def compute(
-        mask: TileMask, inputs: _Operands, s: _Scratch, out_ref, lse_ref, warpgroup, piece: _Piece, turn, steps
-    ):
+    def compute(mask: TileMask, inputs: Any, s: _Scratch, out_ref, lse_ref, warpgroup, piece: _Piece, turn, steps):
         example, head, q_index, out_index, span = piece
         q_slot = lax.rem(turn, tiles.q_slots) * wgs + warpgroup
         q_start = q_index * tiles.q_tile + warpgroup * ROWS
@@ -266,7 +264,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: _Operan
                 pass_turn()
                 return acc[...]
 
-            scores = pl.run_scoped(first_scores, plgpu.ACC((ROWS, kv_tile), jnp.float32))
+            scores = pl.run_scoped(first_scores, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
             plgpu.barrier_arrive(s.k_consumed.at[slot])
             state, weights, _ = softmax_step(OnlineSoftmax.start(ROWS, BY_ROW), scores, span.first)
 
@@ -283,7 +281,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: _Operan
                     pass_turn()
                     return plgpu.wgmma_accumulator_load(acc, wait_n=1)  # out's product goes on
 
-                scores = pl.run_scoped(both_products, plgpu.ACC((ROWS, kv_tile), jnp.float32))
+                scores = pl.run_scoped(both_products, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
                 plgpu.barrier_arrive(s.k_consumed.at[k_slot])
                 state, next_weights, rescale = softmax_step(state, scores, j)
                 plgpu.wgmma_wait(0)
@@ -301,7 +299,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: _Operan
             plgpu.barrier_arrive(s.v_consumed.at[slot])
             return state, summed
 
-        state, out = pl.run_scoped(over_keys, plgpu.ACC((ROWS, v_dim), jnp.float32))
+        state, out = pl.run_scoped(over_keys, plgpu.WGMMAAccumulatorRef((ROWS, v_dim), jnp.float32))
         if inputs.sinks is not None:
             sinks = inputs.sinks.at[example if inputs.sinks.shape[0] > 1 else 0, head]
             if sinks.shape[0] == 1:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import swizzled_columns
-from fast_layers.ops.attention.hopper_call import ROWS, RowMask
+from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.problem import Problem
 
 WGMMA = plgpu.Layout.WGMMA
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 class TileMask:
     """`refs` are a `RowMask`'s arrays in the GPU's memory, None for a static band."""
 
-    def __init__(self, problem: Problem, q_tile: int, kv_tile: int, refs: RowMask | None):
+    def __init__(self, problem: Problem, q_tile: int, kv_tile: int, refs: Any):
         self.problem, self.q_tile, self.kv_tile, self.refs = problem, q_tile, kv_tile, refs
         band = problem.mask.band
         self.low, self.high = (None, None) if band is None else (band.low, band.high)
@@ -173,20 +173,22 @@ def mend_broken_rows(key: Any, value: Any) -> None:
         return [tile.at[rows, c : c + columns] for c in range(0, tile.shape[1], columns)]
 
     def nothing_or_nan(block):
-        """[ROWS]: 0, or NaN for a broken row."""
+        """[ROWS, columns]: 0, or NaN where a value of this row is broken; in 16 bits, which come two an instruction."""
         loaded = (plgpu.load(part, layout=WGMMA, optimized=False) for part in parts(value, block))
-        return functools.reduce(jnp.add, ((x * jnp.zeros_like(x)).astype(jnp.float32).sum(axis=1) for x in loaded))
+        return functools.reduce(jnp.add, (x * jnp.zeros_like(x) for x in loaded))
 
     def mend(block, _):
-        broken = nothing_or_nan(block) != 0  # NaN differs from everything
+        broken = nothing_or_nan(block).astype(jnp.float32).sum(axis=1) != 0  # NaN differs from everything
         for tile, what in ((value, 0), (key, jnp.nan)):
             for part in parts(tile, block):
                 x = plgpu.load(part, layout=WGMMA, optimized=False)
                 spread = lax.broadcast_in_dim(broken, x.shape, [0])
                 part[...] = jnp.where(spread, jnp.full_like(x, what), x)
 
-    whole = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
+    columns = swizzled_columns(value.shape[1], value.dtype)
+    whole = plgpu.layout_cast(jnp.zeros((ROWS, columns), value.dtype), WGMMA)
     whole = lax.fori_loop(0, blocks, lambda block, x: x + nothing_or_nan(block), whole)
+    whole = whole.astype(jnp.float32).sum(axis=1)
 
     @pl.when(whole.sum() != 0)
     def _mend_all():
