@@ -64,7 +64,7 @@ BATCHES = {
         "d64 causal": Call(qk_dim=64, options=CAUSAL),
         "d64 segments": Call(kv_heads=4, qk_dim=64, segments=True, options=CAUSAL),
         "d64 everything": Call(kv_heads=4, qk_dim=64, segments=True, options=EVERYTHING),
-        "d80 causal": Call(qk_dim=80, options=CAUSAL),
+        "d80 causal, odd length": Call(2047, qk_dim=80, options=CAUSAL),
     },
     "deep": {
         "d128 full, short": Call(2048),
@@ -90,7 +90,7 @@ SPILLS = {
     "d64 causal": (32, 380),
     "d64 segments": (0, 280),
     "d64 everything": (0, 940),
-    "d80 causal": (0, 80),
+    "d80 causal, odd length": (0, 80),
     "d128 full, short": (0, 100),
     "d128 full": (0, 100),
     "d128 causal": (0, 340),
@@ -101,8 +101,8 @@ SPILLS = {
     "d256 causal": (16, 230),
     "d256 segments": (80, 230),
 }
-# Both kernels together; 6 to 14 on a busy machine of two cores.
-MOST_SECONDS = 40.0
+# Both kernels together; 6 to 40 on a busy machine of two cores.
+MOST_SECONDS = 90.0
 
 
 @pytest.mark.parametrize("batch", BATCHES)

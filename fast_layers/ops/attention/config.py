@@ -120,12 +120,13 @@ class HopperForwardTiles:
 
     @property
     def compute_registers(self) -> int:
-        """Per thread. What a block is launched with is dealt out anew, in steps of 8."""
+        """Per thread. What a block is launched with is dealt out anew, in steps of 8; a block that asks for more waits
+        for ever."""
         return {1: 240, 2: 224, 3: 160}[self.compute_wgs]
 
     @property
     def load_registers(self) -> int:
-        return {1: 208, 2: 64, 3: 32}[self.compute_wgs]
+        return {1: 208, 2: 56, 3: 32}[self.compute_wgs]
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, and of a float32 one where keys are split; barriers, lse and sums take the last 2 KiB."""

@@ -90,7 +90,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     qk_dim, v_dim = padded_depth(p.qk_dim, tiles.depth_multiple), padded_depth(p.v_dim)
     query = inputs.query
     sees_none = lse == -jnp.inf
-    if aux.mask.start is not None or aux.mask.stop is not None:
+    if aux.mask.start is not None or aux.mask.stop is not None or _band_misses_rows(p):
         # Padding or documents. A hidden weight is 0, but 0 times NaN is NaN: so rows are made finite, and those that
         # were not start from NaN below, which reaches the keys that they see and no others.
         broken = ~(jnp.isfinite(query).all(-1) & jnp.isfinite(d_out).all(-1)).swapaxes(1, 2)
@@ -125,6 +125,15 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         value=d_value[:, : p.kv_len, :, : p.v_dim],
         sinks=None if inputs.sinks is None else sink_gradient(inputs.sinks, lse, delta),
     )
+
+
+def _band_misses_rows(p: Problem) -> bool:
+    """Whether the first rows stand before all keys of a band mask, or the last ones after all."""
+    band = p.mask.band
+    if band is None:
+        return False
+    before = band.high is not None and band.high < 0
+    return before or (band.low is not None and p.q_len - 1 + band.low >= p.kv_len)
 
 
 def _units(p: Problem, form: MaskForm, key: Array, value: Array, d_out: Array, delta: Array) -> Float[Array, "B N T"]:

@@ -212,6 +212,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                 squashed = tanh(scores * (p.scale / p.softcap))
                 d_cap = (1.0 - squashed) * (1.0 + squashed)
                 scores, to_log2 = p.softcap * squashed, LOG2_E
+            scores = scores + lse  # before hiding: what is hidden from a row whose lse is NaN still weighs nothing
             if mask.hides:
 
                 def hide(scores):
@@ -220,7 +221,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
 
                 ragged = mask.ragged_for_keys(example, q_index, k_start, kv_tile) & (step < steps)
                 scores = lax.cond(ragged, hide, lambda x: x, scores)
-            weights = jnp.exp2(scores * to_log2 + lse * to_log2)
+            weights = jnp.exp2(scores * to_log2)
             handed_over = weights if d_cap is None else weights * d_cap
             s.weights[...] = handed_over.astype(s.weights.dtype)
             plgpu.commit_smem()

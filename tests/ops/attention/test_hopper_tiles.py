@@ -1,0 +1,40 @@
+"""Tile choices of the Hopper kernels: what the hardware grants, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from fast_layers.ops.attention.config import HopperBackwardTiles, HopperDeepBackwardTiles, HopperForwardTiles
+
+REGISTERS = 1 << 16
+WARPGROUP = 128
+
+
+@pytest.mark.parametrize("compute_wgs", [1, 2, 3])
+def test_warpgroups_ask_for_no_more_registers_than_the_block_was_launched_with(compute_wgs):
+    """A warpgroup that asks for more than is left of the launch's registers waits for ever."""
+    tiles = HopperForwardTiles(compute_wgs, 128)
+    threads = (compute_wgs + 1) * WARPGROUP
+    launched = min(REGISTERS // threads, 255) // 8 * 8
+    wanted = compute_wgs * tiles.compute_registers + tiles.load_registers
+    assert wanted <= (compute_wgs + 1) * launched
+    assert tiles.compute_registers % 8 == 0
+    assert tiles.load_registers % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: HopperForwardTiles(4, 128), "compute_wgs"),
+        (lambda: HopperForwardTiles(2, 96), "kv_tile"),
+        (lambda: HopperForwardTiles(2, 128, stages=1), "stages"),
+        (lambda: HopperForwardTiles(2, 128, q_slots=0), "q_slots"),
+        (lambda: HopperForwardTiles(2, 128, splits=2, blocks=132), "splits"),
+        (lambda: HopperBackwardTiles(96), "q_tile"),
+        (lambda: HopperBackwardTiles(64, stages=0), "stages"),
+        (lambda: HopperDeepBackwardTiles(3), "q_slots"),
+    ],
+)
+def test_impossible_tiles_reject_themselves(make, reason):
+    with pytest.raises(ValueError, match=reason):
+        make()
