@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType
 from jaxtyping import Array, Int
 
 from fast_layers.arch import Arch
@@ -39,6 +40,11 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
         return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got {arch}"
     if arch.capability != (9, 0):
         return f"needs compute capability 9.0 (H100, H200), got {arch.capability[0]}.{arch.capability[1]}"
+    if _may_be_partitioned():
+        return (
+            "several GPUs are here, and XLA cannot split this kernel by itself: call inside jax.shard_map, or shard "
+            "batch and heads over explicit mesh axes"
+        )
     if p.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {p.dtype}; cast the inputs"
     sizes = (p.batch, p.q_len, p.kv_len, p.heads, p.kv_heads, p.qk_dim, p.v_dim)
@@ -57,6 +63,18 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     if p.scale <= 0:
         return f"needs a scale > 0, got {p.scale:g}"
     return None
+
+
+def _may_be_partitioned() -> bool:
+    """Whether XLA may spread what is traced here over several GPUs: it would run the whole kernel on each of them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return _gpus_here() > 1
+    return any(kind == AxisType.Auto and size > 1 for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True))
+
+
+def _gpus_here() -> int:
+    return sum(device.platform == "gpu" for device in jax.devices())
 
 
 def forward(problem: Problem, inputs: Inputs, aux: Aux):

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import fast_layers
 from fast_layers.arch import Arch
@@ -127,6 +129,30 @@ def test_refuses_with_the_reason(options, words):
 def test_refuses_other_devices(arch, words):
     for pass_ in PASSES:
         assert words in hopper_call.supports(_problem(), arch, pass_)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_leaves_alone_what_xla_may_split(gpus, monkeypatch):
+    """XLA would run an unpartitionable kernel whole on each GPU; inside shard_map, and on explicit axes, it cannot."""
+    monkeypatch.setattr(hopper_call, "_gpus_here", lambda: gpus)
+    problem, found = _problem(), []
+
+    def ask(x):
+        found.append(hopper_call.supports(problem, H200, "forward"))
+        return x
+
+    x = jnp.zeros((4, 2))
+    jax.eval_shape(ask, x)
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+        with jax.set_mesh(mesh):
+            jax.eval_shape(ask, x)
+            for spec, axes in ((P("data", "model"), {"data", "model"}), (P("data"), {"data"})):
+                placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
+                jax.eval_shape(jax.shard_map(ask, in_specs=spec, out_specs=spec, axis_names=axes), placed)
+    refused = [reason is not None for reason in found]
+    assert refused == [gpus == 2, True, False, True, False, False, False]
+    assert all("shard_map" in reason for reason in found if reason is not None)
 
 
 @pytest.mark.parametrize("name", ["batch", "q_len", "kv_len", "heads", "kv_heads", "qk_dim", "v_dim"])
