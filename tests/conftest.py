@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import pathlib
 
 _DEVICES = "--xla_force_host_platform_device_count"
 
@@ -14,6 +16,7 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
 os.environ.setdefault("NPROC", "32")
 
 import hypothesis  # noqa: E402
+import pytest  # noqa: E402
 
 _COMMON = {
     "deadline": None,  # nearly all of an example's time is compilation
@@ -28,3 +31,22 @@ hypothesis.settings.register_profile("ci", derandomize=True, max_examples=30, ph
 hypothesis.settings.register_profile("quick", derandomize=True, max_examples=6, phases=_AS_DRAWN, **_COMMON)
 hypothesis.settings.register_profile("explore", max_examples=300, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# Each compiled XLA:CPU program holds some memory mappings, of which Linux grants a process 65,530.
+_MOST_MAPPINGS = 30_000
+_LOOK_EVERY = 20  # tests
+_finished = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _few_memory_mappings():
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if next(_finished) % _LOOK_EVERY or not maps.exists():
+        return
+    with maps.open("rb") as lines:
+        mappings = sum(1 for _ in lines)
+    if mappings > _MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
