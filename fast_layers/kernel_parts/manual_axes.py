@@ -1,9 +1,14 @@
-"""Mesh axes over which a value varies inside `jax.shard_map`; JAX's types track them and loops must agree on them."""
+"""Mesh axes in the types of arrays: those over which a value varies inside `jax.shard_map`, which JAX tracks and on
+which loops must agree, and those over which it is explicitly sharded.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax import lax
+from jax.sharding import AxisType
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -14,3 +19,21 @@ def vary_over(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """`x`, marked as varying over `axes` too; x itself outside `shard_map`."""
     missing = tuple(sorted(axes - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_alike(operands: Any) -> Any:
+    """A pytree whose arrays vary over all axes that any of them varies over.
+
+    A gradient rule then gets cotangents of one type, and JAX sums those of replicated operands.
+    """
+    union = frozenset().union(*map(varying_axes, jax.tree.leaves(operands)))
+    return jax.tree.map(lambda x: vary_over(x, union), operands)
+
+
+def explicit_axes(x: jax.Array) -> tuple[tuple[str, ...], ...]:
+    """The explicit mesh axes (`AxisType.Explicit`) of each dimension, from the array's type."""
+    sharding = jax.typeof(x).sharding
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    spec = (*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
+    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+    return tuple(tuple(name for name in entry if kinds[name] == AxisType.Explicit) for entry in entries)
