@@ -9,7 +9,7 @@ that see them, for every query head of the group. Scores stand keys first, so th
     --------------                              ------------------------------------------
     K, V once           -> kv_ready             scores = K Q^T, d_weights = V dO^T    needs q_ready, d_out_ready
     Q, lse      -> q_ready     waits q_consumed     dV += P dO                        P = 2^(scores - lse)
-    dO, delta   -> d_out_ready waits ..consumed     dS = P * (d_weights - delta)      -> shared memory, scores_ready
+    dO, delta, units -> d_out_ready, likewise       dS = P * (d_weights - delta)      -> shared memory, scores_ready
                                                 dQ += dS^T K, its half; dK += dS Q    frees scores_consumed
 
 Both warpgroups need all 128 keys' dS for dQ, so they exchange it through shared memory. Blocks add their dQ to one
@@ -224,7 +224,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         def _compute():
             plgpu.set_max_registers(240, action="increase")
             keys = pl.ds(kv_index * KV_TILE + warpgroup * ROWS, ROWS)
-            d_key, d_value = compute(s, mask, inputs.units, d_query_ref, example, keys.start, warpgroup, steps, place)
+            d_key, d_value = compute(s, mask, d_query_ref, example, keys.start, warpgroup, steps, place)
 
             d_key = (d_key * p.scale).astype(p.dtype)
             own = pl.ds(warpgroup * ROWS, ROWS)
@@ -265,10 +265,11 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             ready = s.d_out_ready.at[slot]
             plgpu.copy_gmem_to_smem(inputs.d_out.at[example, rows, head], s.d_out_slots.at[slot], ready)
             plgpu.copy_gmem_to_smem(inputs.delta.at[example, head, rows], s.delta_slots.at[slot], ready)
+            plgpu.copy_gmem_to_smem(inputs.units.at[example, head, rows], s.units_slots.at[slot], ready)
 
         lax.fori_loop(0, steps, load_queries, None)
 
-    def compute(s: _Scratch, mask: TileMask, units_ref, d_query_ref, example, k_start, warpgroup, steps, place):
+    def compute(s: _Scratch, mask: TileMask, d_query_ref, example, k_start, warpgroup, steps, place):
         own = pl.ds(warpgroup * ROWS, ROWS)
         key = [s.k_slot.at[i, own] for i in range(panels)]
         value = s.v_slot.at[warpgroup]
@@ -308,13 +309,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             d_weights = plgpu.wgmma_accumulator_load(d_weight_acc, wait_n=0)
             return weights, d_weights if d_cap is None else d_weights * d_cap
 
-        def d_query_rows(q_index):
-            """Those that this warpgroup sums up."""
-            return pl.ds(q_index * q_tile + (warpgroup * ROWS if by_rows else 0), ROWS)
-
-        def load_units(step):
-            head, q_index = place(step)
-            return plgpu.load(units_ref.at[example, head, d_query_rows(q_index)], layout=BY_ROW, optimized=False)
+        # Of the 64 in a tile of queries whose dQ this warpgroup sums up.
+        first_row = warpgroup * ROWS if by_rows else 0
 
         def add_d_query(d_query, units, step):
             """Adds this warpgroup's half of a step's dQ to the sum in the GPU's memory."""
@@ -324,7 +320,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             slot[...] = (d_query * lax.broadcast_in_dim(units, d_query.shape, [0])).astype(jnp.int32)
             plgpu.commit_smem()
             columns = pl.ds(0 if by_rows else warpgroup * panel, panel)
-            to = d_query_ref.at[example, d_query_rows(q_index), head, columns]
+            to = d_query_ref.at[example, pl.ds(q_index * q_tile + first_row, ROWS), head, columns]
             plgpu.copy_smem_to_gmem(slot, to, reduction_op="add")
 
         def multiply_d_query(acc, buffer):
@@ -332,16 +328,15 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             plgpu.wgmma(acc, s.d_scores.at[buffer, mine].T, s.k_slot.at[columns])
 
         def over_queries(d_key, d_value):
-            def step(i, _):
+            def step(i, units_before):
                 slot, buffer = lax.rem(i, ring), lax.rem(i, 2)
-                before = jnp.maximum(i - 1, 0)
-                units = load_units(before)  # long before they are needed
                 query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
                 weights, d_weights = pl.run_scoped(
                     functools.partial(weights_and_gradients, slot=slot, q_index=place(i)[1]),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                 )
+                units = plgpu.load(s.units_slots.at[slot, pl.ds(first_row, ROWS)], layout=BY_ROW, optimized=False)
                 plgpu.wgmma(d_value, weights.astype(p.dtype), d_out)
                 d_scores = (weights * d_weights).astype(p.dtype)
 
@@ -361,9 +356,10 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 d_query = pl.run_scoped(d_query_and_key, plgpu.WGMMAAccumulatorRef((ROWS, panel), jnp.float32))
                 plgpu.barrier_arrive(s.d_out_consumed.at[slot])
                 plgpu.barrier_arrive(s.scores_consumed.at[1 - buffer])
-                add_d_query(d_query, units, before)
+                add_d_query(d_query, units_before, jnp.maximum(i - 1, 0))
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(s.q_consumed.at[slot])
+                return units
 
             def write_d_scores(buffer, d_scores):
                 for j in range(q_tile // ROWS):
@@ -375,7 +371,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             def _all_steps():
                 # The step before the first has no scores: its dQ adds zeros.
                 write_d_scores(1, plgpu.layout_cast(jnp.zeros((ROWS, q_tile), p.dtype), WGMMA))
-                lax.fori_loop(0, steps, step, None)
+                any_units = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), BY_ROW)
+                units = lax.fori_loop(0, steps, step, any_units)
                 buffer = lax.rem(steps - 1, 2)
                 plgpu.barrier_wait(s.scores_ready.at[buffer])
 
@@ -384,7 +381,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                     return acc[...]
 
                 d_query = pl.run_scoped(last, plgpu.WGMMAAccumulatorRef((ROWS, panel), jnp.float32))
-                add_d_query(d_query, load_units(steps - 1), steps - 1)
+                add_d_query(d_query, units, steps - 1)
                 plgpu.barrier_arrive(s.scores_consumed.at[buffer])
                 plgpu.barrier_wait(s.scores_consumed.at[buffer])  # K's slot is free once both have used it for dQ
 
@@ -408,9 +405,10 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         "d_query_slots": smem_tile(WARPGROUPS, ROWS, panel, dtype=jnp.int32),
         "lse_slots": plgpu.SMEM((ring, q_tile), jnp.float32),
         "delta_slots": plgpu.SMEM((ring, q_tile), jnp.float32),
+        "units_slots": plgpu.SMEM((ring, q_tile), jnp.float32),
         "kv_ready": plgpu.Barrier(num_arrivals=panels + WARPGROUPS),
         "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=ring),
-        "d_out_ready": plgpu.Barrier(num_arrivals=2, num_barriers=ring),
+        "d_out_ready": plgpu.Barrier(num_arrivals=3, num_barriers=ring),
         "q_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
         "d_out_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
         "scores_ready": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
@@ -450,6 +448,7 @@ class _Scratch(NamedTuple):
     d_query_slots: Any
     lse_slots: Any
     delta_slots: Any
+    units_slots: Any
     kv_ready: Any
     q_ready: Any
     d_out_ready: Any

@@ -9,7 +9,7 @@ keeps one of the two, and makes the scores or their gradients, which it hands to
     --------------                    ---------------                       -------------
     K, V once -> kv_ready             dV += P dO, this step                 d_weights = V dO^T
     Q, lse    -> q_ready              scores = K Q^T, next step             P from weights_ready
-    dO, delta -> d_out_ready          dQ += dS^T K, from scores_ready       dS = P * (d_weights - delta)
+    dO, delta, units -> d_out_ready   dQ += dS^T K, from scores_ready       dS = P * (d_weights - delta)
                                       P = 2^(scores - lse), next step       dK += dS Q; dQ += dS^T K, its panels
 
 The value warpgroup is one step ahead with its scores, so that products are in flight while it waits for dS and while
@@ -78,10 +78,8 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             turn = lax.div(step, jnp.maximum(per_head, 1))
             return kv_head * p.group + turn, first + step - turn * per_head
 
-        def load_units(step):
-            head, q_index = place(step)
-            rows = inputs.units.at[example, head, pl.ds(q_index * q_tile, q_tile)]
-            return plgpu.load(rows, layout=BY_ROW, optimized=False)
+        def load_units(slot):
+            return plgpu.load(s.units_slots.at[slot], layout=BY_ROW, optimized=False)
 
         def add_to_d_query(step, d_query, units, wg, index):
             """Adds the `index`-th of a warpgroup's panels of dQ, through shared memory."""
@@ -150,11 +148,11 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         def load_queries(step, _):
             head, q_index = place(step)
             rows = pl.ds(q_index * q_tile, q_tile)
-            for source, row_source, slots, row_slots, ready, consumed, ring in (
-                (inputs.query, inputs.lse, s.q_slots, s.lse_slots, s.q_ready, s.q_consumed, tiles.q_slots),
-                (inputs.d_out, inputs.delta, s.d_out_slots, s.delta_slots, s.d_out_ready, s.d_out_consumed,
-                 tiles.d_out_slots),
-            ):  # fmt: skip
+            by_row = ((inputs.lse, s.lse_slots),), ((inputs.delta, s.delta_slots), (inputs.units, s.units_slots))
+            for source, slots, row_vectors, ready, consumed, ring in (
+                (inputs.query, s.q_slots, by_row[0], s.q_ready, s.q_consumed, tiles.q_slots),
+                (inputs.d_out, s.d_out_slots, by_row[1], s.d_out_ready, s.d_out_consumed, tiles.d_out_slots),
+            ):
                 slot = lax.rem(step, ring)
 
                 @pl.when(step >= ring)
@@ -162,11 +160,8 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                     plgpu.barrier_wait(consumed.at[slot])
 
                 plgpu.copy_gmem_to_smem(source.at[example, rows, head], slots.at[slot], ready.at[slot])
-                plgpu.copy_gmem_to_smem(
-                    row_source.at[example, head, rows],
-                    row_slots.at[slot],
-                    ready.at[slot],
-                )
+                for row_source, row_slots in row_vectors:
+                    plgpu.copy_gmem_to_smem(row_source.at[example, head, rows], row_slots.at[slot], ready.at[slot])
 
         lax.fori_loop(0, steps, load_queries, None)
 
@@ -239,8 +234,9 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
 
             def step(i, weights):
                 slot = lax.rem(i, tiles.d_out_slots)
-                units = load_units(i)  # long before they are needed
                 plgpu.barrier_wait(s.d_out_ready.at[slot])
+                units = load_units(slot)
+                plgpu.commit_smem()  # what was read here is refilled by TMA
 
                 def value_and_next_scores(score_acc, d_query_acc):
                     plgpu.wgmma(d_value, weights, s.d_out_slots.at[slot])
@@ -301,8 +297,8 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         def over_queries(d_key):
             def step(i, _):
                 q_slot, slot = lax.rem(i, tiles.q_slots), lax.rem(i, tiles.d_out_slots)
-                units = load_units(i)
                 plgpu.barrier_wait(s.d_out_ready.at[slot])
+                units = load_units(slot)
 
                 def d_weights_of(acc):
                     acc[...] = by_query(plgpu.load(s.delta_slots.at[slot], layout=BY_QUERY))
@@ -368,9 +364,10 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         "d_query_slots": smem_tile(COMPUTE_WGS, tiles.d_query_slots, q_tile, panel, dtype=jnp.int32),
         "lse_slots": plgpu.SMEM((tiles.q_slots, q_tile), jnp.float32),
         "delta_slots": plgpu.SMEM((tiles.d_out_slots, q_tile), jnp.float32),
+        "units_slots": plgpu.SMEM((tiles.d_out_slots, q_tile), jnp.float32),
         "kv_ready": plgpu.Barrier(num_arrivals=2),
         "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.q_slots),
-        "d_out_ready": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.d_out_slots),
+        "d_out_ready": plgpu.Barrier(num_arrivals=3, num_barriers=tiles.d_out_slots),
         # The key warpgroup's dK comes after the value warpgroup's scores, whose P it is made from.
         "q_consumed": plgpu.Barrier(num_arrivals=1, num_barriers=tiles.q_slots),
         "d_out_consumed": plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=tiles.d_out_slots),
@@ -411,6 +408,7 @@ class _Scratch(NamedTuple):
     d_query_slots: Any
     lse_slots: Any
     delta_slots: Any
+    units_slots: Any
     kv_ready: Any
     q_ready: Any
     d_out_ready: Any
