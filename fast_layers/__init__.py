@@ -6,23 +6,37 @@ from fast_layers.dispatch import Explanation as Explanation
 from fast_layers.dispatch import explain as explain
 from fast_layers.dispatch import use_backends as use_backends
 from fast_layers.layers import FlashMHA as FlashMHA
+from fast_layers.layers import FusedMLP as FusedMLP
 from fast_layers.layers import Llama3Scaling as Llama3Scaling
 from fast_layers.layers import Rope as Rope
 from fast_layers.layers import nnx_attention_fn as nnx_attention_fn
 from fast_layers.ops.attention import RESIDUAL_NAMES as ATTENTION_RESIDUAL_NAMES
 from fast_layers.ops.attention import attention_weights as attention_weights
 from fast_layers.ops.attention import dot_product_attention as dot_product_attention
+from fast_layers.ops.conv1d import causal_conv1d as causal_conv1d
+from fast_layers.ops.conv1d import causal_conv1d_step as causal_conv1d_step
+from fast_layers.ops.gated_norm import gated_rms_norm as gated_rms_norm
+from fast_layers.ops.mlp import RESIDUAL_NAMES as MLP_RESIDUAL_NAMES
+from fast_layers.ops.mlp import linear as linear
+from fast_layers.ops.mlp import mlp as mlp
 
 __all__ = [
     "ATTENTION_RESIDUAL_NAMES",
+    "MLP_RESIDUAL_NAMES",
     "Explanation",
     "FlashMHA",
+    "FusedMLP",
     "Llama3Scaling",
     "Rope",
     "attention_weights",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "dot_product_attention",
     "explain",
+    "gated_rms_norm",
+    "linear",
     "masks",
+    "mlp",
     "nnx_attention_fn",
     "use_backends",
 ]
