@@ -1,0 +1,106 @@
+"""The scan and all its gradients in numpy, token by token: shares nothing with the package."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Operands(NamedTuple):
+    x: Any
+    dt: Any
+    A: Any
+    B: Any
+    C: Any
+    D: Any = None
+    z: Any = None
+    dt_bias: Any = None
+    initial_state: Any = None
+
+
+class Answer(NamedTuple):
+    out: Any
+    final_state: Any
+    grads: Operands
+
+
+def scan(
+    operands: Operands,
+    d_out: np.ndarray,
+    d_final: np.ndarray,
+    *,
+    softplus: bool = False,
+    limit: tuple[float, float] = (0.0, np.inf),
+    starts: np.ndarray | None = None,
+    dtype: Any = np.float64,
+) -> Answer:
+    """`starts` [B, L] is True at each document's first token, except where the initial state reaches it."""
+    x, raw_dt, A, B, C, D, z, bias, initial = (None if v is None else np.asarray(v).astype(dtype) for v in operands)
+    d_out, d_final = d_out.astype(dtype), d_final.astype(dtype)
+    batch, length, heads, head_dim = x.shape
+    groups, state_dim = B.shape[2:]
+    per_group = heads // groups
+    B, C = (np.repeat(v, per_group, axis=2) for v in (B, C))
+    one = dtype(1)
+
+    biased = raw_dt if bias is None else raw_dt + bias
+    smooth, d_smooth = biased, np.ones_like(biased)
+    if softplus:
+        low = np.minimum(biased, dtype(20))
+        smooth = np.where(biased > 20, biased, np.log1p(np.exp(low)))
+        d_smooth = np.where(biased > 20, one, one / (one + np.exp(-low)))
+    dt = np.clip(smooth, *map(dtype, limit))
+    d_clip = ((smooth >= limit[0]) & (smooth <= limit[1])).astype(dtype)
+
+    state = np.zeros((batch, heads, head_dim, state_dim), dtype) if initial is None else initial
+    keeps = np.ones((batch, length), dtype) if starts is None else 1 - starts.astype(dtype)
+    decays = np.exp(dt * A)
+    before, after, read = [], [], []
+    for t in range(length):
+        entering = state * keeps[:, t, None, None, None]
+        token = (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        state = decays[:, t, :, None, None] * entering + token
+        before.append(entering)
+        after.append(state)
+        read.append((state * C[:, t, :, None]).sum(-1))
+    final = state
+    read = np.stack(read, 1)
+    skip = None if D is None else D.reshape(heads, -1)
+    total = read if skip is None else read + skip * x
+    sigmoid = None if z is None else one / (one + np.exp(-z))
+    out = total if z is None else total * z * sigmoid
+
+    d_total = d_out if z is None else d_out * z * sigmoid
+    d_z = None if z is None else d_out * total * sigmoid * (one + z * (one - sigmoid))
+    d_x = np.zeros_like(x) if skip is None else d_total * skip
+    d_D = None if D is None else _reduce(d_total * x, D.ndim)
+    d_B, d_C, d_dt, d_log = np.zeros_like(B), np.zeros_like(C), np.zeros_like(dt), np.zeros_like(dt)
+    d_state = d_final
+    for t in reversed(range(length)):
+        d_C[:, t] = (after[t] * d_total[:, t, :, :, None]).sum(2)
+        d_state = d_state + d_total[:, t, :, :, None] * C[:, t, :, None]
+        by_B = (d_state * B[:, t, :, None]).sum(-1)
+        d_x[:, t] += dt[:, t, :, None] * by_B
+        d_dt[:, t] = (by_B * x[:, t]).sum(-1)
+        d_B[:, t] = (d_state * (dt[:, t, :, None] * x[:, t])[..., None]).sum(2)
+        d_log[:, t] = decays[:, t] * (d_state * before[t]).sum((-2, -1))
+        d_state = d_state * (decays[:, t] * keeps[:, t, None])[..., None, None]
+    d_dt = (d_dt + d_log * A) * d_clip * d_smooth
+    d_B, d_C = (v.reshape(batch, length, groups, per_group, state_dim).sum(3) for v in (d_B, d_C))
+    grads = Operands(
+        d_x,
+        d_dt,
+        (d_log * dt).sum((0, 1)),
+        d_B,
+        d_C,
+        d_D,
+        d_z,
+        None if bias is None else d_dt.sum((0, 1)),
+        None if initial is None else d_state,
+    )
+    return Answer(out, final, grads)
+
+
+def _reduce(d_skip, ndim):
+    return d_skip.sum((0, 1)) if ndim == 2 else d_skip.sum((0, 1, 3))
