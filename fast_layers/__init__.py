@@ -16,10 +16,14 @@ from fast_layers.ops.attention import dot_product_attention as dot_product_atten
 from fast_layers.ops.mlp import RESIDUAL_NAMES as MLP_RESIDUAL_NAMES
 from fast_layers.ops.mlp import linear as linear
 from fast_layers.ops.mlp import mlp as mlp
+from fast_layers.ops.ssd import RESIDUAL_NAMES as SSD_RESIDUAL_NAMES
+from fast_layers.ops.ssd import ssd as ssd
+from fast_layers.ops.ssd import ssd_step as ssd_step
 
 __all__ = [
     "ATTENTION_RESIDUAL_NAMES",
     "MLP_RESIDUAL_NAMES",
+    "SSD_RESIDUAL_NAMES",
     "Explanation",
     "FlashMHA",
     "FusedMLP",
@@ -32,5 +36,7 @@ __all__ = [
     "masks",
     "mlp",
     "nnx_attention_fn",
+    "ssd",
+    "ssd_step",
     "use_backends",
 ]
