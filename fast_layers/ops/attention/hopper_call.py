@@ -40,7 +40,7 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
         return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got {arch}"
     if arch.capability != (9, 0):
         return f"needs compute capability 9.0 (H100, H200), got {arch.capability[0]}.{arch.capability[1]}"
-    if _may_be_partitioned():
+    if may_be_partitioned():
         return (
             "several GPUs are here, and XLA cannot split this kernel by itself: call inside jax.shard_map, or shard "
             "batch and heads over explicit mesh axes"
@@ -65,7 +65,7 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     return None
 
 
-def _may_be_partitioned() -> bool:
+def may_be_partitioned() -> bool:
     """Whether XLA may spread what is traced here over several GPUs: it would run the whole kernel on each of them."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

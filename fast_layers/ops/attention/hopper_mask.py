@@ -52,6 +52,9 @@ class Rows(NamedTuple):
 class TileMask:
     """`refs` are a `RowMask`'s arrays in the GPU's memory, None for a static band."""
 
+    layout: Any = WGMMA
+    """Of scores in registers."""
+
     def __init__(self, problem: Problem, q_tile: int, kv_tile: int, refs: Any):
         self.problem, self.q_tile, self.kv_tile, self.refs = problem, q_tile, kv_tile, refs
         band = problem.mask.band
@@ -132,7 +135,7 @@ class TileMask:
     def hide(self, scores: Any, rows: Rows | None, example: Any, q_start: Any, k_start: Any, q_axis: int) -> Any:
         """-inf in place of the scores that the mask hides."""
         shape, k_axis = scores.shape, 1 - q_axis
-        key = plgpu.broadcasted_iota(jnp.int32, shape, k_axis, layout=WGMMA) + k_start
+        key = plgpu.broadcasted_iota(jnp.int32, shape, k_axis, layout=self.layout) + k_start
         conditions = []
         if rows is not None:
             spread = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=[q_axis])
@@ -142,7 +145,7 @@ class TileMask:
                 ids = self._load(self.refs.key_segments, example, k_start, shape[k_axis], k_axis)
                 conditions.append(spread(rows.segments) == lax.broadcast_in_dim(ids, shape, [k_axis]))
         else:
-            query = plgpu.broadcasted_iota(jnp.int32, shape, q_axis, layout=WGMMA) + q_start
+            query = plgpu.broadcasted_iota(jnp.int32, shape, q_axis, layout=self.layout) + q_start
             if self.low is not None:
                 conditions.append(key >= query + self.low)
             if self.high is not None:
@@ -153,7 +156,7 @@ class TileMask:
 
     def _load(self, ref: Any, example: Any, start: Any, size: int, axis: int) -> Any:
         rows = ref.at[self._shared(ref, example), pl.ds(start, size)]
-        return plgpu.load(rows, layout=WGMMA.reduce(1 - axis), optimized=False)
+        return plgpu.load(rows, layout=self.layout.reduce(1 - axis), optimized=False)
 
     @staticmethod
     def _shared(ref: Any, example: Any) -> Any:
