@@ -45,7 +45,7 @@ def _parser() -> _Parser:
     mode.add_argument(
         "--verify-gradients",
         action="store_true",
-        help="compare the gradient with Flax's attention in float32 instead of training; fails on excess",
+        help="compare the gradient with Flax's layers in float32 instead of training; fails on excess",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/lm"), help="directory of the run (%(default)s)")
     parser.add_argument("--checkpoint-every", type=int, default=40, help="steps between checkpoints (%(default)s)")
@@ -121,8 +121,8 @@ def run(args: argparse.Namespace, given: dict[str, Any], console: Console) -> in
     run_dir.truncate_metrics(start)
 
     console.print(
-        f"{model.parameter_count(config):,} parameters, {config.attention} attention, {config.dtype}, "
-        f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+        f"{model.parameter_count(config):,} parameters, {config.attention} attention, {config.mlp} MLP, "
+        f"{config.dtype}, {jax.device_count()} x {jax.devices()[0].device_kind}"
     )
     try:
         with Reporter(

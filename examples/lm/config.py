@@ -36,6 +36,7 @@ class Config:
     dtype: str = _option("float32", "dtype of the computation; parameters are float32 always")
     remat: bool = _option(False, "recompute each block in the backward pass instead of storing it")
     attention: str = _option("flash", "fast_layers.FlashMHA, or Flax's own layer with a dense mask")
+    mlp: str = _option("fused", "fast_layers.FusedMLP, or the same MLP of Flax's linear layers")
     seed: int = _option(0, "seed of the initial parameters and of the order of the data")
     data: str | None = _option(None, "a file or folder of text (default: Python's standard library)")
     max_bytes: int = _option(2**24, "read no more text than this; 0 reads everything")
@@ -103,7 +104,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"layers": 16, "width": 2048, "heads": 16, "kv_heads": 4, "mlp_width": 8192}
     | {"batch_size": 256, "accumulate": 16, "steps": 10_000, "learning_rate": 2.5e-4},
 }
-CHOICES = {"preset": tuple(PRESETS), "dtype": ("float32", "bfloat16"), "attention": ("flash", "flax")}
+CHOICES = {
+    "preset": tuple(PRESETS),
+    "dtype": ("float32", "bfloat16"),
+    "attention": ("flash", "flax"),
+    "mlp": ("fused", "flax"),
+}
 
 
 def from_flags(given: dict[str, Any]) -> Config:

@@ -1,4 +1,4 @@
-"""Compares the whole model's gradient through FlashMHA with that through Flax's own attention."""
+"""Compares the whole model's gradient through the layers of fast_layers with that through Flax's own."""
 
 import dataclasses
 
@@ -16,6 +16,7 @@ from .training import Trainer
 # terms that meet in an entry. Mistakes are far above: a dropped term or a wrong mask shows in the first
 # digits, a bfloat16 in the third.
 LIMIT = 1e-5
+_LAYERS = {"ours": {"attention": "flash", "mlp": "fused"}, "flax": {"attention": "flax", "mlp": "flax"}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +45,19 @@ def gradient_errors(config: Config, batch: dict[str, np.ndarray]) -> list[GroupE
     params: dict[str, dict[str, np.ndarray]] = {}
     grads: dict[str, dict[str, np.ndarray]] = {}
     with jax.default_matmul_precision("highest"):
-        for attention in ("flash", "flax"):
-            trainer = Trainer(dataclasses.replace(config, attention=attention, dtype="float32"))
+        for whose, layers in _LAYERS.items():
+            trainer = Trainer(dataclasses.replace(config, **layers, dtype="float32"))
             state = trainer.initial_state()
             _, gradient = jax.jit(trainer.loss_and_grads)(state.params, trainer.put(batch))
-            params[attention], grads[attention] = _by_path(state.params), _by_path(gradient)
-    assert params["flash"].keys() == params["flax"].keys(), "the parameter trees differ"
+            params[whose], grads[whose] = _by_path(state.params), _by_path(gradient)
+    assert params["ours"].keys() == params["flax"].keys(), "the parameter trees differ"
     for path, value in params["flax"].items():
-        assert np.array_equal(params["flash"][path], value), f"initial values of {path} differ"
+        assert np.array_equal(params["ours"][path], value), f"initial values of {path} differ"
 
     groups: dict[str, list[str]] = {}
     for path in grads["flax"]:
         groups.setdefault(_group(path), []).append(path)
-    return [_error(group, grads["flash"], grads["flax"], paths) for group, paths in groups.items()]
+    return [_error(group, grads["ours"], grads["flax"], paths) for group, paths in groups.items()]
 
 
 def _by_path(state: nnx.State) -> dict[str, np.ndarray]:
@@ -83,7 +84,7 @@ def _error(group: str, got: dict[str, np.ndarray], want: dict[str, np.ndarray], 
 def table(errors: list[GroupError], batch: dict[str, np.ndarray]) -> Table:
     rows, length = batch["tokens"].shape
     segments = int(sum(len(set(row[row >= 0])) for row in batch["segment_ids"]))
-    title = f"Gradient of FlashMHA against Flax\n{rows} rows of {length} bytes, {segments} segments, float32"
+    title = f"Gradient of fast_layers against Flax\n{rows} rows of {length} bytes, {segments} segments, float32"
     out = Table(title=title)
     for heading in ("parameters", "max abs error", "relative error", "limit", "ok"):
         out.add_column(heading, justify="left" if heading == "parameters" else "right")

@@ -34,15 +34,24 @@ class FlaxAttention(nnx.MultiHeadAttention):
 ATTENTION: dict[str, Any] = {"flash": fast_layers.FlashMHA, "flax": FlaxAttention}
 
 
-class GatedMLP(nnx.Module):
-    def __init__(self, config: Config, *, out_init: nnx.Initializer, rngs: nnx.Rngs):
-        linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.dtype(config.dtype), rngs=rngs)
-        self.gate = linear(config.width, config.mlp_width)
-        self.up = linear(config.width, config.mlp_width)
-        self.down = linear(config.mlp_width, config.width, kernel_init=out_init)
+class FlaxMLP(nnx.Module):
+    """What FusedMLP computes in the model below, by Flax's own layers."""
+
+    def __init__(self, features: int, hidden: int, *, down_kernel_init: nnx.Initializer, dtype: Any, rngs: nnx.Rngs):
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+        self.gate = linear(features, hidden)
+        self.up = linear(features, hidden)
+        self.down = linear(hidden, features, kernel_init=down_kernel_init)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+# As with attention: the same parameter tree and initial values.
+MLP: dict[str, Any] = {
+    "fused": functools.partial(fast_layers.FusedMLP, activation="silu", gated=True, use_bias=False),
+    "flax": FlaxMLP,
+}
 
 
 class Block(nnx.Module):
@@ -62,7 +71,7 @@ class Block(nnx.Module):
             rngs=rngs,
         )
         self.mlp_norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
-        self.mlp = GatedMLP(config, out_init=out_init, rngs=rngs)
+        self.mlp = MLP[config.mlp](config.width, config.mlp_width, down_kernel_init=out_init, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None, decode: bool = False) -> jax.Array:
         x += self.attention(self.attention_norm(x), segment_ids=segment_ids, is_causal=True, decode=decode)

@@ -26,7 +26,7 @@ _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 class FusedMLP(nnx.Module):
     """down(activation(up(x))), or gated down(activation(gate(x)) * up(x)), by `fast_layers.mlp`.
 
-    `up`, `gate` (gated only) and `down` are `nnx.Linear`s, made in this order from `rngs`: parameters, initial values
+    `gate` (gated only), `up` and `down` are `nnx.Linear`s, made in this order from `rngs`: parameters, initial values
     and metadata are those of a hand-written MLP, and its checkpoint loads by renaming its layers to these.
 
         layer = fast_layers.FusedMLP(512, 1408, activation="silu", gated=True, use_bias=False, rngs=nnx.Rngs(0))
@@ -115,8 +115,8 @@ class FusedMLP(nnx.Module):
             "kernel_metadata": kernel_metadata,
             "bias_metadata": bias_metadata,
         }
-        self.up = linear(in_features, hidden_features, **widening)
         self.gate = linear(in_features, hidden_features, **widening) if gated else nnx.data(None)
+        self.up = linear(in_features, hidden_features, **widening)
         self.down = linear(
             hidden_features,
             self.out_features,

@@ -56,15 +56,16 @@ def test_presets_are_as_large_as_they_say(name):
 
 def test_flash_and_flax_train_alike():
     losses = {}
-    for attention in ("flash", "flax"):
-        trainer = Trainer(dataclasses.replace(SMALL, attention=attention))
+    for attention, mlp in (("flash", "fused"), ("flax", "flax")):
+        trainer = Trainer(dataclasses.replace(SMALL, attention=attention, mlp=mlp))
         state, data = trainer.initial_state(), batches(TEXTS, SMALL)
-        losses[attention] = []
+        taken = losses[attention, mlp] = []
         for _ in range(5):
             state, scalars = trainer.step(state, trainer.put(next(data)))
-            losses[attention].append(float(scalars["loss"]))
-    assert losses["flash"] == pytest.approx(losses["flax"], rel=1e-5)
-    assert losses["flash"][-1] < losses["flash"][0]
+            taken.append(float(scalars["loss"]))
+    ours, theirs = losses.values()
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert ours[-1] < ours[0]
 
 
 @pytest.fixture(scope="module")
