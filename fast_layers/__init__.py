@@ -13,6 +13,9 @@ from fast_layers.layers import nnx_attention_fn as nnx_attention_fn
 from fast_layers.ops.attention import RESIDUAL_NAMES as ATTENTION_RESIDUAL_NAMES
 from fast_layers.ops.attention import attention_weights as attention_weights
 from fast_layers.ops.attention import dot_product_attention as dot_product_attention
+from fast_layers.ops.conv1d import causal_conv1d as causal_conv1d
+from fast_layers.ops.conv1d import causal_conv1d_step as causal_conv1d_step
+from fast_layers.ops.gated_norm import gated_rms_norm as gated_rms_norm
 from fast_layers.ops.mlp import RESIDUAL_NAMES as MLP_RESIDUAL_NAMES
 from fast_layers.ops.mlp import linear as linear
 from fast_layers.ops.mlp import mlp as mlp
@@ -22,16 +25,19 @@ from fast_layers.ops.ssd import ssd_step as ssd_step
 
 __all__ = [
     "ATTENTION_RESIDUAL_NAMES",
-    "MLP_RESIDUAL_NAMES",
-    "SSD_RESIDUAL_NAMES",
     "Explanation",
     "FlashMHA",
     "FusedMLP",
     "Llama3Scaling",
+    "MLP_RESIDUAL_NAMES",
     "Rope",
+    "SSD_RESIDUAL_NAMES",
     "attention_weights",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "dot_product_attention",
     "explain",
+    "gated_rms_norm",
     "linear",
     "masks",
     "mlp",
