@@ -25,13 +25,13 @@ from fast_layers.ops.ssd import ssd_step as ssd_step
 
 __all__ = [
     "ATTENTION_RESIDUAL_NAMES",
+    "MLP_RESIDUAL_NAMES",
+    "SSD_RESIDUAL_NAMES",
     "Explanation",
     "FlashMHA",
     "FusedMLP",
     "Llama3Scaling",
-    "MLP_RESIDUAL_NAMES",
     "Rope",
-    "SSD_RESIDUAL_NAMES",
     "attention_weights",
     "causal_conv1d",
     "causal_conv1d_step",
