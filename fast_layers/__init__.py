@@ -8,6 +8,8 @@ from fast_layers.dispatch import use_backends as use_backends
 from fast_layers.layers import FlashMHA as FlashMHA
 from fast_layers.layers import FusedMLP as FusedMLP
 from fast_layers.layers import Llama3Scaling as Llama3Scaling
+from fast_layers.layers import Mamba2 as Mamba2
+from fast_layers.layers import Mamba2State as Mamba2State
 from fast_layers.layers import Rope as Rope
 from fast_layers.layers import nnx_attention_fn as nnx_attention_fn
 from fast_layers.ops.attention import RESIDUAL_NAMES as ATTENTION_RESIDUAL_NAMES
@@ -31,6 +33,8 @@ __all__ = [
     "FlashMHA",
     "FusedMLP",
     "Llama3Scaling",
+    "Mamba2",
+    "Mamba2State",
     "Rope",
     "attention_weights",
     "causal_conv1d",

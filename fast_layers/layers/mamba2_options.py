@@ -1,0 +1,80 @@
+"""What a Mamba-2 mixer is made of: its sizes, in one frozen object that rejects itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2Options:
+    """The arguments of `Mamba2` that decide shapes and computation; see there."""
+
+    d_model: int
+    d_state: int = 128
+    d_conv: int = 4
+    expand: int = 2
+    headdim: int = 64
+    d_ssm: int | None = None
+    ngroups: int = 1
+    D_has_hdim: bool = False
+    rmsnorm: bool = True
+    norm_before_gate: bool = False
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    chunk_size: int | None = None
+    implementation: str | None = None
+
+    def __post_init__(self):
+        for name in ("d_model", "d_state", "d_conv", "expand", "headdim", "ngroups"):
+            _check_count(name, getattr(self, name))
+        if self.d_ssm is not None:
+            _check_count("d_ssm", self.d_ssm)
+        if self.scanned > self.d_inner:
+            raise ValueError(
+                f"d_ssm={self.scanned} exceeds expand * d_model = {self.d_inner}: the channels that are scanned are "
+                "part of those; lower d_ssm or raise expand"
+            )
+        if self.scanned % self.headdim:
+            raise ValueError(
+                f"{self.headdim=} does not divide the {self.scanned} scanned channels (d_ssm, or else "
+                "expand * d_model); change either"
+            )
+        if self.heads % self.ngroups:
+            raise ValueError(
+                f"{self.ngroups=} does not divide the {self.heads} heads (d_ssm / headdim), which share B and C "
+                "group by group; change either"
+            )
+        object.__setattr__(self, "dt_limit", tuple(self.dt_limit))
+
+    @property
+    def d_inner(self) -> int:
+        """Channels between the projections."""
+        return self.expand * self.d_model
+
+    @property
+    def scanned(self) -> int:
+        """Channels that go through the scan; the others are a gated MLP."""
+        return self.d_inner if self.d_ssm is None else self.d_ssm
+
+    @property
+    def d_mlp(self) -> int:
+        return self.d_inner - self.scanned
+
+    @property
+    def heads(self) -> int:
+        return self.scanned // self.headdim
+
+    @property
+    def conv_channels(self) -> int:
+        """x, B and C."""
+        return self.scanned + 2 * self.ngroups * self.d_state
+
+    @property
+    def projections(self) -> tuple[int, ...]:
+        """Sizes of what `in_proj` computes: the MLP's gate and value, the scan's gate z, x with B and C, dt."""
+        return (self.d_mlp, self.d_mlp, self.scanned, self.conv_channels, self.heads)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r}: must be an int, at least 1")
