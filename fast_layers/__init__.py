@@ -21,14 +21,12 @@ from fast_layers.ops.gated_norm import gated_rms_norm as gated_rms_norm
 from fast_layers.ops.mlp import RESIDUAL_NAMES as MLP_RESIDUAL_NAMES
 from fast_layers.ops.mlp import linear as linear
 from fast_layers.ops.mlp import mlp as mlp
-from fast_layers.ops.ssd import RESIDUAL_NAMES as SSD_RESIDUAL_NAMES
 from fast_layers.ops.ssd import ssd as ssd
 from fast_layers.ops.ssd import ssd_step as ssd_step
 
 __all__ = [
     "ATTENTION_RESIDUAL_NAMES",
     "MLP_RESIDUAL_NAMES",
-    "SSD_RESIDUAL_NAMES",
     "Explanation",
     "FlashMHA",
     "FusedMLP",
