@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import ArrayLike
 
 from fast_layers import dispatch
@@ -16,9 +15,6 @@ from fast_layers.ops.ssd.backends import BACKENDS
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, documents
 
 OP = "ssd"
-RESIDUAL_NAMES = ("fast_layers_ssd_states",)
-"""`checkpoint_name` of what the forward saves, for `jax.checkpoint_policies.save_only_these_names`."""
-
 DEFAULT_CHUNK = 64
 
 
@@ -72,9 +68,8 @@ def ssd(
 
     All that is given is differentiable, less segment_ids. Decays are exact to rounding for any dt A <= 0. NaN or inf
     in a token affects its whole chunk and what follows: write zeros into padding. The default backends support reverse
-    mode; `implementation="reference"`, the recurrence itself, also forward mode and higher derivatives, with one saved
-    state for each token. Under `jax.checkpoint`, the policy may name "fast_layers_ssd_states" (`SSD_RESIDUAL_NAMES`):
-    one state for each chunk, in x's dtype.
+    mode, and save nothing but the operands; `implementation="reference"`, the recurrence itself, also forward mode and
+    higher derivatives, with one saved state for each token.
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit, or a backend asked for by name that refuses.
@@ -128,19 +123,17 @@ def _choose_and_run(options: _Options, implementation: str | None, inputs: Input
         both = [plan.sole_backend(pass_) for pass_ in dispatch.PASSES]
         if all(backend is not None and backend.fwd is reference.forward for backend in both):
             # Without a gradient rule of ours, JAX differentiates the recurrence itself, to any order.
-            return reference.forward(plan.problem, inputs, aux)[:2]
+            return reference.forward(plan.problem, inputs, aux)
         return _scan(plan, inputs, aux)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scan(plan: dispatch.Plan, inputs: Inputs, aux: Aux):
-    return plan.run("forward", inputs, aux)[:2]
+    return plan.run("forward", inputs, aux)
 
 
 def _scan_fwd(plan: dispatch.Plan, inputs: Inputs, aux: Aux):
-    saving = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, states_saved=True))
-    out, final_state, states = saving.run("forward", inputs, aux)
-    return (out, final_state), Residuals(inputs, aux, checkpoint_name(states, *RESIDUAL_NAMES))
+    return _scan(plan, inputs, aux), Residuals(inputs, aux)
 
 
 def _scan_bwd(plan: dispatch.Plan, residuals: Residuals, gradients):

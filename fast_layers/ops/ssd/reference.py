@@ -36,23 +36,20 @@ def forward(problem: Problem, inputs: Inputs, aux: Aux) -> Scanned:
         token, start = operands
         entering = state if start is None else jnp.where(start[:, None, None, None], 0, state)
         state = advance(entering, jnp.exp(token.dt * inputs.A.astype(dtype)), token)
-        return state, (read(state, token), state if p.states_saved else None)
+        return state, read(state, token)
 
     tokens = Token(*(v.swapaxes(0, 1) for v in (x, dt, B, C)))
-    final, (out, after) = lax.scan(step, state, (tokens, starts))
+    final, out = lax.scan(step, state, (tokens, starts))
     out = out.swapaxes(0, 1)
     if inputs.D is not None:
         skip = inputs.D.astype(dtype)
         out = out + (skip[:, None] if skip.ndim == 1 else skip) * x
     if inputs.z is not None:
         out = out * silu(inputs.z.astype(dtype))
-    states = None
-    if after is not None:
-        states = jnp.concatenate([state[None], after[p.chunk - 1 : -1 : p.chunk]]).swapaxes(0, 1).astype(p.dtype)
-    return Scanned(out.astype(p.dtype), final, states)
+    return Scanned(out.astype(p.dtype), final)
 
 
 def backward(problem: Problem, residuals: Residuals, d_out: Array, d_final_state: Array) -> Inputs:
     """Gradients for another backend's residuals: differentiates the recurrence anew."""
-    _, pull = jax.vjp(lambda inputs: forward(problem, inputs, residuals.aux)[:2], residuals.inputs)
-    return pull((d_out, d_final_state))[0]
+    _, pull = jax.vjp(lambda inputs: forward(problem, inputs, residuals.aux), residuals.inputs)
+    return pull(Scanned(d_out, d_final_state))[0]

@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from fast_layers.kernel_parts.manual_axes import vary_over, varying_axes
+from fast_layers.kernel_parts.manual_axes import explicit_axes, vary_alike
 from fast_layers.ops.ssd.problem import Aux, Inputs
 
 # What the dimensions of each operand are, by its field name; None is never sharded.
@@ -37,7 +36,7 @@ def per_shard(scan: Callable[[Inputs, Aux], Any], inputs: Inputs, aux: Aux) -> A
     """`scan(inputs, aux)`, on each device's shard if x is explicitly sharded."""
     batch_axes, head_axes = _explicit_axes(inputs)
     if not batch_axes and not head_axes:
-        return scan(*_vary_alike(inputs, aux))
+        return scan(*vary_alike((inputs, aux)))
     heads, groups = inputs.x.shape[2], inputs.B.shape[2]
     mesh = jax.typeof(inputs.x).sharding.mesh
     shards = math.prod(mesh.shape[name] for name in head_axes)
@@ -54,7 +53,7 @@ def per_shard(scan: Callable[[Inputs, Aux], Any], inputs: Inputs, aux: Aux) -> A
             own = lax.axis_index(head_axes) * inputs.x.shape[2] // (heads // groups)
             B, C = (lax.dynamic_slice_in_dim(v, own, 1, 2) for v in (inputs.B, inputs.C))
             inputs = inputs._replace(B=B, C=C)
-        return scan(*_vary_alike(inputs, aux))
+        return scan(*vary_alike((inputs, aux)))
 
     axes_of = {"batch": batch_axes, "heads": head_axes, "groups": () if replicated_groups else head_axes, None: None}
 
@@ -77,7 +76,7 @@ def _explicit_axes(inputs: Inputs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         ("B", inputs.B, ("batch", "length", "groups", "state_dim")),
         ("C", inputs.C, ("batch", "length", "groups", "state_dim")),
     ):
-        for name, axes in zip(names, _axes(x), strict=True):
+        for name, axes in zip(names, explicit_axes(x), strict=True):
             if axes and name in ("length", "head_dim", "state_dim"):
                 raise ValueError(
                     f"{operand} is sharded along {name} over mesh axes {axes}: the scan needs it whole; shard batch "
@@ -91,21 +90,3 @@ def _explicit_axes(inputs: Inputs) -> tuple[tuple[str, ...], tuple[str, ...]]:
                     "must be the same; reshard one of them"
                 )
     return found.get("batch", ()), found.get("heads", ())
-
-
-def _axes(x: jax.Array) -> tuple[tuple[str, ...], ...]:
-    """The explicit mesh axes of each dimension, from the array's type."""
-    sharding = jax.typeof(x).sharding
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    spec = (*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
-    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
-    return tuple(tuple(name for name in entry if kinds[name] == AxisType.Explicit) for entry in entries)
-
-
-def _vary_alike(inputs: Inputs, aux: Aux) -> tuple[Inputs, Aux]:
-    """Inside `shard_map`, make all operands vary over the union of their mesh axes.
-
-    The gradient rule then gets cotangents of one type, and JAX sums those of replicated operands.
-    """
-    union = frozenset().union(*map(varying_axes, jax.tree.leaves((inputs, aux))))
-    return jax.tree.map(lambda x: vary_over(x, union), (inputs, aux))

@@ -5,9 +5,10 @@ Within a chunk of Q tokens, with s_ij = exp(sum of dt A over j < k <= i) where j
     y_i = sum_j s_ij (C_i . B_j) dt_j x_j  +  exp(sum over k <= i) S C_i
     S'  = exp(sum over all k) S + sum_j s_Qj dt_j x_j B_j^T
 
-One chunk is in memory at a time. The backward walks the chunks from the last to the first, from the states that the
-forward saved; the gradient of dt A is a sum of terms over the pairs that a token lies between, never a difference of
-two sums. Letters as in `problem`; `q` and `s` in einsums are a chunk's rows and columns, `r` the heads of a group.
+One chunk is in memory at a time. The backward computes the states anew, one for each chunk, and walks the chunks from
+the last to the first; the gradient of dt A is a sum of terms over the pairs that a token lies between, never a
+difference of two sums. Letters as in `problem`; `q` and `s` in einsums are a chunk's rows and columns, `r` the heads of
+a group.
 """
 
 from __future__ import annotations
@@ -80,11 +81,7 @@ class _Decays(NamedTuple):
 
     pairs: Float[Array, "B G R Q Q"]  # what entered at column s, by row q
     entering: Float[Array, "B G R Q"]  # the entering state, by row q
-
-    @property
-    def leaving(self) -> Float[Array, "B G R Q"]:
-        """What entered at each row, by the chunk's end."""
-        return self.pairs[..., -1, :]
+    leaving: Float[Array, "B G R Q"]  # what entered at each row, by the chunk's end
 
     @property
     def across(self) -> Float[Array, "B G R"]:
@@ -101,32 +98,17 @@ def _forward(p: Problem, matmul_dtype: jnp.dtype, inputs: Inputs, aux: Aux) -> S
     skip = _skip(p, chunked)
 
     def scan_chunk(c, carry):
-        state, out_buffer, states = carry
+        state, out_buffer = carry
         chunk = _slice_chunk(p, chunked, c)
-        if states is not None:
-            states = lax.dynamic_update_slice_in_dim(states, state[:, None].astype(p.dtype), c, 1)
         decays = _decays(p, chunked.A, chunk)
         out = _outputs(einsum, chunk, decays, _weights(einsum, chunk, decays), state)
         out = out + skip * chunk.x if skip is not None else out
         out = out * silu(chunk.z.astype(out.dtype)) if chunk.z is not None else out
-        entering = chunk.x * _rows(decays.leaving * chunk.dt)
-        state = decays.across[..., None, None] * state + einsum("bqgrp,bqgn->bgrpn", entering, chunk.B)
-        return state, _update(p, out_buffer, out, c), states
+        return _next_state(einsum, chunk, decays, state), _update(p, out_buffer, out, c)
 
-    grouped = (p.batch, p.groups, p.heads_per_group, p.head_dim, p.state_dim)
-    if inputs.initial_state is None:
-        state = like(jnp.zeros(grouped, p.accumulator_dtype))
-    else:
-        state = inputs.initial_state.astype(p.accumulator_dtype).reshape(grouped)
-    states = like(jnp.zeros((p.batch, p.num_chunks, *grouped[1:]), p.dtype)) if p.states_saved else None
-    carry = (state, like(jnp.zeros(chunked.x.shape, p.dtype)), states)
-    final, out, states = lax.fori_loop(0, p.num_chunks, scan_chunk, carry)
-    ungrouped = (p.heads, p.head_dim, p.state_dim)
-    return Scanned(
-        _ungroup(p, out),
-        final.reshape(p.batch, *ungrouped),
-        None if states is None else states.reshape(p.batch, p.num_chunks, *ungrouped),
-    )
+    buffer = like(jnp.zeros(chunked.x.shape, p.dtype))
+    final, out = lax.fori_loop(0, p.num_chunks, scan_chunk, (like(_initial_state(p, inputs)), buffer))
+    return Scanned(_ungroup(p, out), final.reshape(p.batch, p.heads, p.head_dim, p.state_dim))
 
 
 class _Sums(NamedTuple):
@@ -149,20 +131,29 @@ class _Buffers(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(p: Problem, matmul_dtype: jnp.dtype, residuals: Residuals, d_out: Array, d_final_state: Array) -> Inputs:
-    inputs, aux, states = residuals
+    inputs, aux = residuals
     steps, pull_steps = jax.vjp(functools.partial(_steps, p), inputs.dt, inputs.dt_bias)
     chunked = _chunk_up(p, inputs, aux, steps)
     einsum = functools.partial(_einsum, matmul_dtype, p.accumulator_dtype)
     like = functools.partial(vary_over, axes=varying_axes(chunked.x))
     skip = _skip(p, chunked)
     d_outs = _group(p, d_out)
-    states = states.reshape(p.batch, p.num_chunks, p.groups, p.heads_per_group, p.head_dim, p.state_dim)
+    initial = like(_initial_state(p, inputs))
+
+    def save_state(c, carry):
+        state, states = carry
+        states = lax.dynamic_update_index_in_dim(states, state, c, 0)
+        chunk = _slice_chunk(p, chunked, c)
+        return _next_state(einsum, chunk, _decays(p, chunked.A, chunk), state), states
+
+    states = like(jnp.zeros((p.num_chunks, *initial.shape), initial.dtype))
+    _, states = lax.fori_loop(0, p.num_chunks, save_state, (initial, states))
 
     def scan_chunk(i, carry):
         sums, buffers = carry
         c = p.num_chunks - 1 - i
         chunk = _slice_chunk(p, chunked, c)
-        state = lax.dynamic_index_in_dim(states, c, 1, keepdims=False).astype(p.accumulator_dtype)
+        state = lax.dynamic_index_in_dim(states, c, 0, keepdims=False)
         d_y = _slice(p, d_outs, c).astype(p.accumulator_dtype)
         decays = _decays(p, chunked.A, chunk)
         weights = _weights(einsum, chunk, decays)
@@ -206,7 +197,7 @@ def _backward(p: Problem, matmul_dtype: jnp.dtype, residuals: Residuals, d_out: 
         return _Sums(d_state, d_A, d_D), buffers
 
     start = _Sums(
-        d_final_state.astype(p.accumulator_dtype).reshape(states.shape[:1] + states.shape[2:]),
+        d_final_state.astype(p.accumulator_dtype).reshape(initial.shape),
         like(jnp.zeros_like(chunked.A)),
         None if skip is None else like(jnp.zeros_like(skip)),
     )
@@ -264,10 +255,13 @@ def _decays(p: Problem, A: Float[Array, "G R"], chunk: _Chunk) -> _Decays:
     between = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
     # Masked before exp: above the diagonal it would overflow, and inf * 0 is NaN.
     pairs = jnp.exp(jnp.where(visible, between, -jnp.inf))
+    # The last row once more, for the loop that needs no other.
+    to_end = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
+    leaving = jnp.exp(jnp.where(visible[..., -1, :], to_end, -jnp.inf))
     entering = jnp.exp(coarse + fine)
     if chunk.document is not None and chunk.before is not None:
         entering = jnp.where((chunk.document == chunk.before[:, None])[:, None, None], entering, 0)
-    return _Decays(pairs, entering)
+    return _Decays(pairs, entering, leaving)
 
 
 def _weights(einsum, chunk: _Chunk, decays: _Decays) -> Float[Array, "B G R Q Q"]:
@@ -281,6 +275,18 @@ def _outputs(einsum, chunk: _Chunk, decays: _Decays, weights, state) -> Float[Ar
     return einsum("bgrqs,bsgrp->bqgrp", weights, chunk.x) + _rows(decays.entering) * einsum(
         "bqgn,bgrpn->bqgrp", chunk.C, state
     )
+
+
+def _next_state(einsum, chunk: _Chunk, decays: _Decays, state) -> Float[Array, "B G R P N"]:
+    entering = chunk.x * _rows(decays.leaving * chunk.dt)
+    return decays.across[..., None, None] * state + einsum("bqgrp,bqgn->bgrpn", entering, chunk.B)
+
+
+def _initial_state(p: Problem, inputs: Inputs) -> Float[Array, "B G R P N"]:
+    shape = (p.batch, p.groups, p.heads_per_group, p.head_dim, p.state_dim)
+    if inputs.initial_state is None:
+        return jnp.zeros(shape, p.accumulator_dtype)
+    return inputs.initial_state.astype(p.accumulator_dtype).reshape(shape)
 
 
 def _steps(p: Problem, dt, dt_bias):

@@ -59,7 +59,7 @@ class Built:
     d_out: np.ndarray
     d_final: np.ndarray
 
-    def oracle(self, dtype: Any = np.float64) -> oracle.Answer:
+    def oracle(self, dtype: Any = np.float64, in_order: bool = False) -> oracle.Answer:
         starts = None
         if self.segment_ids is not None:
             ids = np.broadcast_to(self.segment_ids, (self.case.batch, self.case.length))
@@ -73,6 +73,7 @@ class Built:
             limit=case.limit,
             starts=starts,
             dtype=dtype,
+            in_order=in_order,
         )
 
 

@@ -34,8 +34,11 @@ def scan(
     limit: tuple[float, float] = (0.0, np.inf),
     starts: np.ndarray | None = None,
     dtype: Any = np.float64,
+    in_order: bool = False,
 ) -> Answer:
-    """`starts` [B, L] is True at each document's first token, except where the initial state reaches it."""
+    """`starts` [B, L] is True at each document's first token. `in_order`: sums term by term, as plain loops do; numpy
+    adds in pairs, which is more exact than most.
+    """
     x, raw_dt, A, B, C, D, z, bias, initial = (None if v is None else np.asarray(v).astype(dtype) for v in operands)
     d_out, d_final = d_out.astype(dtype), d_final.astype(dtype)
     batch, length, heads, head_dim = x.shape
@@ -43,6 +46,15 @@ def scan(
     per_group = heads // groups
     B, C = (np.repeat(v, per_group, axis=2) for v in (B, C))
     one = dtype(1)
+
+    def add(x, *axes):
+        if not in_order:
+            return x.sum(axes)
+        x = np.moveaxis(x, axes, range(-len(axes), 0))
+        return np.cumsum(x.reshape(*x.shape[: -len(axes)], -1), -1)[..., -1]
+
+    def by_group(x):
+        return add(x.reshape(batch, groups, per_group, head_dim, state_dim), 2, 3)
 
     biased = raw_dt if bias is None else raw_dt + bias
     smooth, d_smooth = biased, np.ones_like(biased)
@@ -63,7 +75,7 @@ def scan(
         state = decays[:, t, :, None, None] * entering + token
         before.append(entering)
         after.append(state)
-        read.append((state * C[:, t, :, None]).sum(-1))
+        read.append(add(after[t] * C[:, t, :, None], -1))
     final = state
     read = np.stack(read, 1)
     skip = None if D is None else D.reshape(heads, -1)
@@ -74,33 +86,29 @@ def scan(
     d_total = d_out if z is None else d_out * z * sigmoid
     d_z = None if z is None else d_out * total * sigmoid * (one + z * (one - sigmoid))
     d_x = np.zeros_like(x) if skip is None else d_total * skip
-    d_D = None if D is None else _reduce(d_total * x, D.ndim)
-    d_B, d_C, d_dt, d_log = np.zeros_like(B), np.zeros_like(C), np.zeros_like(dt), np.zeros_like(dt)
+    d_D = None if D is None else add(d_total * x, *((0, 1) if D.ndim == 2 else (0, 1, 3)))
+    d_B, d_C = (np.zeros((batch, length, groups, state_dim), dtype) for _ in range(2))
+    d_dt, d_log = np.zeros_like(dt), np.zeros_like(dt)
     d_state = d_final
     for t in reversed(range(length)):
-        d_C[:, t] = (after[t] * d_total[:, t, :, :, None]).sum(2)
+        d_C[:, t] = by_group(after[t] * d_total[:, t, :, :, None])
         d_state = d_state + d_total[:, t, :, :, None] * C[:, t, :, None]
-        by_B = (d_state * B[:, t, :, None]).sum(-1)
+        by_B = add(d_state * B[:, t, :, None], -1)
         d_x[:, t] += dt[:, t, :, None] * by_B
-        d_dt[:, t] = (by_B * x[:, t]).sum(-1)
-        d_B[:, t] = (d_state * (dt[:, t, :, None] * x[:, t])[..., None]).sum(2)
-        d_log[:, t] = decays[:, t] * (d_state * before[t]).sum((-2, -1))
+        d_dt[:, t] = add(by_B * x[:, t], -1)
+        d_B[:, t] = by_group(d_state * (dt[:, t, :, None] * x[:, t])[..., None])
+        d_log[:, t] = decays[:, t] * add(d_state * before[t], -2, -1)
         d_state = d_state * (decays[:, t] * keeps[:, t, None])[..., None, None]
     d_dt = (d_dt + d_log * A) * d_clip * d_smooth
-    d_B, d_C = (v.reshape(batch, length, groups, per_group, state_dim).sum(3) for v in (d_B, d_C))
     grads = Operands(
         d_x,
         d_dt,
-        (d_log * dt).sum((0, 1)),
+        add(d_log * dt, 0, 1),
         d_B,
         d_C,
         d_D,
         d_z,
-        None if bias is None else d_dt.sum((0, 1)),
+        None if bias is None else add(d_dt, 0, 1),
         None if initial is None else d_state,
     )
     return Answer(out, final, grads)
-
-
-def _reduce(d_skip, ndim):
-    return d_skip.sum((0, 1)) if ndim == 2 else d_skip.sum((0, 1, 3))
