@@ -1,0 +1,60 @@
+"""What Blackwell's attention kernels take. They are simulated and compiled; no GPU has run them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from fast_layers.arch import Arch
+from fast_layers.ops.attention.hopper_call import may_be_partitioned
+from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
+
+CAPABILITIES = ((10, 0), (10, 3))
+MAX_DEPTH = {"forward": 256, "backward": 0}
+
+
+def supports(problem: Problem, arch: Arch, pass_) -> str | None:
+    p = problem
+    if arch.platform != "cuda" or arch.capability not in CAPABILITIES:
+        return (
+            "needs an NVIDIA GPU of compute capability 10.0 (B200) or 10.3 (B300), and no such GPU has run it yet: it "
+            f"is simulated and compiled only; got {arch}"
+        )
+    if may_be_partitioned():
+        return (
+            "several GPUs are here, and XLA cannot split this kernel by itself: call inside jax.shard_map, or shard "
+            "batch and heads over explicit mesh axes"
+        )
+    if p.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, got {p.dtype}; cast the inputs"
+    sizes = (p.batch, p.q_len, p.kv_len, p.heads, p.kv_heads, p.qk_dim, p.v_dim)
+    if not all(isinstance(size, int) for size in sizes):
+        symbolic = ", ".join(str(size) for size in sizes if not isinstance(size, int))
+        return f"needs sizes known when tracing, got symbolic {symbolic}"
+    if MAX_DEPTH[pass_] == 0:
+        return f"has no {pass_} kernel yet"
+    if max(p.qk_dim, p.v_dim) > MAX_DEPTH[pass_]:
+        return f"the {pass_} kernel takes depths up to {MAX_DEPTH[pass_]}, got {p.qk_dim} and {p.v_dim}"
+    if p.bias is not None:
+        return "takes no bias"
+    if p.mask.dense is not None:
+        return "takes no dense mask; express it as a structured one (fast_layers.masks)"
+    if p.dropout_rate:
+        return "has no dropout"
+    if p.scale <= 0:
+        return f"needs a scale > 0, got {p.scale:g}"
+    return None
+
+
+def forward(problem: Problem, inputs: Inputs, aux: Aux):
+    """(out [B, T, N, V], lse [B, N, T]). Pallas is imported here, when a kernel is chosen."""
+    from fast_layers.ops.attention import blackwell_fwd
+
+    return blackwell_fwd.attend(problem, inputs, aux)
+
+
+def backward(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array) -> Inputs:
+    """Gradients of all inputs, in the inputs' dtypes."""
+    from fast_layers.ops.attention import blackwell_bwd
+
+    return blackwell_bwd.attend_grad(problem, residuals, d_out, d_lse)

@@ -1,0 +1,92 @@
+"""Tile choices of Blackwell's attention kernels: frozen, self-rejecting. None of them has been timed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fast_layers.ops.attention.problem import Problem
+
+BLACKWELL_SMEM_BYTES = 227 << 10
+BLACKWELL_TMEM_COLUMNS = 512
+BLACKWELL_SMS = 148
+_BLACKWELL_ROWS = 128
+"""Lanes of tensor memory, and rows of one matmul."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlackwellForwardTiles:
+    """The forward kernel's shape. No choice among them has been timed.
+
+    `q_tiles` of 128 query rows, a softmax warpgroup for each; `kv_tile` keys a step; `stages` slots for keys and values
+    each; `blocks` of a persistent grid, 0 for one block per tile of queries; `rescale_log2`: by how many powers of two
+    a row's maximum must grow until its sums are rescaled, 0 for whenever it grows.
+    """
+
+    q_tiles: int
+    kv_tile: int
+    stages: int = 2
+    blocks: int = 0
+    rescale_log2: float = 8.0
+
+    def __post_init__(self):
+        if self.q_tiles not in (1, 2):
+            raise ValueError(f"{self.q_tiles=} must be 1 or 2: tensor memory holds the scores of two tiles")
+        if self.kv_tile not in (64, 128):
+            raise ValueError(f"{self.kv_tile=} must be 64 or 128: a thread holds that many scores")
+        if self.stages < 1 or self.blocks < 0:
+            raise ValueError(f"{self.stages=} must be at least 1 and {self.blocks=} at least 0")
+        if not 0 <= self.rescale_log2 <= 8:
+            raise ValueError(f"{self.rescale_log2=} must be from 0 to 8: weights grow up to 2 to its power")
+
+    @property
+    def q_tile(self) -> int:
+        return _BLACKWELL_ROWS * self.q_tiles
+
+    @property
+    def softmax_registers(self) -> int:
+        """Per thread, as the other two: what a block is launched with, dealt out anew in steps of 8."""
+        return {1: 240, 2: 184}[self.q_tiles]
+
+    @property
+    def load_registers(self) -> int:
+        return {1: 160, 2: 80}[self.q_tiles]
+
+    @property
+    def multiply_registers(self) -> int:
+        return {1: 96, 2: 64}[self.q_tiles]
+
+    def tmem_columns(self, v_dim: int) -> int:
+        """Weights stand where their scores stood."""
+        return self.q_tiles * (self.kv_tile + -(-v_dim // 16) * 16)
+
+    def out_in_q_slot(self, qk_dim: int, v_dim: int) -> bool:
+        """Whether out leaves through the queries' slot."""
+        return qk_dim == v_dim
+
+    def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
+        """Of 16-bit tiles; barriers, lse and row vectors take the last 4 KiB."""
+        qk_dim, v_dim = (-(-depth // 16) * 16 for depth in (qk_dim, v_dim))
+        out_dim = 0 if self.out_in_q_slot(qk_dim, v_dim) else v_dim
+        return 2 * (self.q_tile * (qk_dim + out_dim) + self.stages * self.kv_tile * (qk_dim + v_dim)) + (4 << 10)
+
+    @classmethod
+    def of(cls, problem: Problem) -> BlackwellForwardTiles:
+        """The first that fits: two tiles of queries, so that one multiplies while the other exponentiates."""
+        p = problem
+        causal = p.mask.band is not None and p.mask.band.high is not None
+        # The hardware's own scheduler balances a causal mask's tiles, as measured on Hopper.
+        blocks = 0 if causal else BLACKWELL_SMS
+        choices = [
+            cls(q_tiles, kv_tile, stages, blocks)
+            for q_tiles in ((1,) if p.q_len <= _BLACKWELL_ROWS else (2, 1))
+            for kv_tile in (128, 64)
+            for stages in (4, 3, 2)
+        ]
+        return next(tiles for tiles in choices if tiles.fits(p))
+
+    def fits(self, problem: Problem) -> bool:
+        p = problem
+        return (
+            self.smem_bytes(p.qk_dim, p.v_dim) <= BLACKWELL_SMEM_BYTES
+            and self.tmem_columns(p.v_dim) <= BLACKWELL_TMEM_COLUMNS
+        )
