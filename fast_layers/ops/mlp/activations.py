@@ -15,7 +15,7 @@ from jax import Array, lax
 
 _SQRT_HALF = math.sqrt(0.5)
 _INV_SQRT_2PI = 1.0 / math.sqrt(2.0 * math.pi)
-_SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+_GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715  # Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016)
 
 
@@ -53,13 +53,17 @@ def _d_gelu(x: Array) -> Array:
 
 
 def _gelu_tanh(x: Array) -> Array:
-    return 0.5 * x * (1.0 + jnp.tanh(_SQRT_2_OVER_PI * (x + _GELU_CUBIC * x * x * x)))
+    return x * _sigmoid(_gelu_logit(x))
 
 
 def _d_gelu_tanh(x: Array) -> Array:
-    t = jnp.tanh(_SQRT_2_OVER_PI * (x + _GELU_CUBIC * x * x * x))
-    d_inner = _SQRT_2_OVER_PI * (1.0 + 3.0 * _GELU_CUBIC * x * x)
-    return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * d_inner
+    s = _sigmoid(_gelu_logit(x))
+    return s * (1.0 + x * (1.0 - s) * _GELU_SLOPE * (1.0 + 3.0 * _GELU_CUBIC * x * x))
+
+
+def _gelu_logit(x: Array) -> Array:
+    """(1 + tanh(u)) / 2 is sigmoid(2 u), which is precise where tanh(u) is close to -1."""
+    return _GELU_SLOPE * (x + _GELU_CUBIC * x * x * x)
 
 
 def _relu(x: Array) -> Array:
