@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from fast_layers.kernel_parts.manual_axes import vary_over, varying_axes
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, Scanned, silu, step_sizes
 from fast_layers.ops.ssd.step import Token, advance, read
 
@@ -24,10 +25,11 @@ def forward(problem: Problem, inputs: Inputs, aux: Aux) -> Scanned:
     p, dtype = problem, problem.accumulator_dtype
     x, B, C = (v.astype(dtype) for v in (inputs.x, inputs.B, inputs.C))
     dt = step_sizes(inputs.dt, inputs.dt_bias, softplus=p.dt_softplus, limit=p.dt_limit, dtype=dtype)
-    # Multiplied by x's zeros so that inside `shard_map` it varies over the same mesh axes as what is added to it.
-    state = (x[:, 0] * 0)[..., None] * (B[:, 0, :1] * 0)[:, :, None, :]
-    if inputs.initial_state is not None:
+    if inputs.initial_state is None:
+        state = jnp.zeros((p.batch, p.heads, p.head_dim, p.state_dim), dtype)
+    else:
         state = inputs.initial_state.astype(dtype)
+    state = vary_over(state, varying_axes(x))
     starts = None
     if aux.document is not None:
         starts = jnp.pad(aux.document[:, 1:] != aux.document[:, :-1], ((0, 0), (1, 0))).swapaxes(0, 1)
