@@ -21,6 +21,8 @@ from fast_layers.ops.gated_norm import gated_rms_norm as gated_rms_norm
 from fast_layers.ops.mlp import RESIDUAL_NAMES as MLP_RESIDUAL_NAMES
 from fast_layers.ops.mlp import linear as linear
 from fast_layers.ops.mlp import mlp as mlp
+from fast_layers.ops.selective_scan import selective_scan as selective_scan
+from fast_layers.ops.selective_scan import selective_scan_step as selective_scan_step
 from fast_layers.ops.ssd import ssd as ssd
 from fast_layers.ops.ssd import ssd_step as ssd_step
 
@@ -44,6 +46,8 @@ __all__ = [
     "masks",
     "mlp",
     "nnx_attention_fn",
+    "selective_scan",
+    "selective_scan_step",
     "ssd",
     "ssd_step",
     "use_backends",
