@@ -84,14 +84,15 @@ def mix(
     """What `out_proj` takes, from what `in_proj` gave; and the state after it, in `state`'s dtypes if there is one."""
     o = options
     *batch, length, _ = projected.shape
-    projected = projected.reshape(math.prod(batch), *projected.shape[-2:])
+    rows = math.prod(batch)
+    projected = projected.reshape(rows, *projected.shape[-2:])
     if segment_ids is not None:
         segment_ids = jnp.asarray(segment_ids)
         if segment_ids.ndim > 1:
             _check_ids(segment_ids, (*batch, length))
-            segment_ids = segment_ids.reshape(-1, length)
+            segment_ids = segment_ids.reshape(rows, length)
     if state is not None:
-        state = Mamba2State(*(x.reshape(-1, *x.shape[len(batch) :]) for x in state))
+        state = Mamba2State(*(x.reshape(rows, *x.shape[len(batch) :]) for x in state))
 
     borders = [sum(o.projections[: i + 1]) for i in range(len(o.projections) - 1)]
     mlp_gate, mlp_value, z, xbc, dt = jnp.split(projected, borders, axis=-1)
