@@ -1,0 +1,20 @@
+"""Whether XLA may spread what is being traced over several GPUs, which no kernel of ours can have done to it."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import AxisType
+
+WAY_OUT = "several GPUs are here, and XLA cannot split this kernel by itself: call inside jax.shard_map"
+
+
+def may_be_partitioned() -> bool:
+    """XLA would run the whole kernel on each GPU."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return gpus_here() > 1
+    return any(kind == AxisType.Auto and size > 1 for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True))
+
+
+def gpus_here() -> int:
+    return sum(device.platform == "gpu" for device in jax.devices())

@@ -1,0 +1,116 @@
+"""Tile choices of the MLP's kernels: frozen, self-rejecting, with the legality written once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+HOPPER_SMEM_BYTES = 227 << 10
+"""Shared memory that one block may have."""
+HOPPER_SMS = 132
+COMPUTE_WGS = 2
+COMPUTE_REGISTERS = 232
+LOAD_REGISTERS = 40
+"""Per thread. Both come out of what three warpgroups are launched with; a block that asks for more waits for ever."""
+DEPTH_TILE = 64
+PIECE = 64
+"""Rows and columns of what an epilogue works on at a time."""
+_ACCUMULATOR_REGISTERS = 128
+_COLUMNS = (64, 128, 256)
+_MOST_STAGES = 8
+_ITEMSIZE = 2
+_PIECE_BYTES = PIECE * PIECE * _ITEMSIZE
+_BARRIER_BYTES = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class EpilogueNeeds:
+    """What of an epilogue takes registers, shared memory and time: how many products, and arrays read, written and
+    summed; and whether it does arithmetic."""
+
+    products: int = 1
+    reads: int = 0
+    writes: int = 1
+    sums: int = 0
+    arithmetic: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperMatmulTiles:
+    """The matmul kernel's shape.
+
+    `rows` of one warpgroup and `columns` of each product; `stages` slots for operands, each 64 deep; `ping_pong`: the
+    two warpgroups take tiles of their own in turns, so that one multiplies while the other is at its epilogue, instead
+    of one tile of twice the rows together; `cluster` blocks below one another that share the loads of their columns;
+    `pieces` of the epilogue's reads and writes under way at a time; `row_group` tiles of rows that are gone through
+    side by side, for the sake of L2.
+    """
+
+    rows: int
+    columns: int
+    stages: int = 4
+    ping_pong: bool = False
+    cluster: int = 1
+    pieces: int = 2
+    row_group: int = 8
+
+    def __post_init__(self):
+        if self.rows not in (64, 128):
+            raise ValueError(f"{self.rows=} must be 64 or 128: one or two of wgmma's 64")
+        if self.columns not in _COLUMNS:
+            raise ValueError(f"{self.columns=} must be 64, 128 or 256: wgmma's widest is 256, and TMA's swizzle is 64")
+        if not 2 <= self.stages <= _MOST_STAGES:
+            raise ValueError(f"{self.stages=} must be 2 to {_MOST_STAGES}: one multiplied while others are loaded")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"{self.cluster=} must be 1 or 2: {HOPPER_SMS} SMs are dealt out in pairs")
+        if self.pieces not in (1, 2) or self.row_group < 1:
+            raise ValueError(f"{self.pieces=} must be 1 or 2, and {self.row_group=} at least 1")
+        if self.piece_count % self.pieces:
+            raise ValueError(f"{self.pieces=} must divide the {self.piece_count} pieces of a warpgroup's tile")
+
+    @property
+    def block_rows(self) -> int:
+        return self.rows if self.ping_pong else COMPUTE_WGS * self.rows
+
+    @property
+    def piece_count(self) -> int:
+        """Of one warpgroup's tile."""
+        return (self.rows // PIECE) * (self.columns // PIECE)
+
+    def smem_bytes(self, needs: EpilogueNeeds) -> int:
+        stage = _ITEMSIZE * DEPTH_TILE * (self.block_rows + needs.products * self.columns)
+        staged = COMPUTE_WGS * self.pieces * (needs.reads + needs.writes) * _PIECE_BYTES
+        return self.stages * stage + staged + COMPUTE_WGS * needs.sums * PIECE * 4 + _BARRIER_BYTES
+
+    def objection(self, needs: EpilogueNeeds) -> str | None:
+        """Why this shape cannot have such an epilogue."""
+        registers = self.rows * self.columns * needs.products // 128
+        if registers > _ACCUMULATOR_REGISTERS:
+            return f"accumulators of {registers} registers exceed {_ACCUMULATOR_REGISTERS}: take fewer rows or columns"
+        if (smem := self.smem_bytes(needs)) > HOPPER_SMEM_BYTES:
+            return f"{smem} bytes of shared memory exceed {HOPPER_SMEM_BYTES}: take fewer stages or pieces"
+        return None
+
+    @classmethod
+    def of(cls, rows: int, columns: int, depth: int, needs: EpilogueNeeds) -> HopperMatmulTiles:
+        """For a product of [rows, depth] and [depth, columns]. By reckoning: no GPU has run these kernels yet."""
+        widest = min(256 // needs.products, next((c for c in _COLUMNS if c >= columns), _COLUMNS[-1]))
+        if rows <= _FEW_ROWS:
+            # The weights' bytes are what it waits for: as many blocks as there are columns to load.
+            narrow = columns <= HOPPER_SMS * 64
+            return cls(64, min(64 if narrow else 128, widest), ping_pong=True, pieces=1)._deepened(needs)
+        cluster = 2 if rows > 2 * 128 else 1
+        if not needs.arithmetic or depth > _OVERLAPPED_DEPTH:
+            return cls(64, widest, cluster=cluster)._deepened(needs)
+        if needs.products > 1:
+            return cls(64, widest, ping_pong=True, cluster=cluster, pieces=1)._deepened(needs)
+        return cls(128, min(128, widest), ping_pong=True, cluster=cluster, pieces=1)._deepened(needs)
+
+    def _deepened(self, needs: EpilogueNeeds) -> HopperMatmulTiles:
+        """With as many stages as fit."""
+        deeper = (dataclasses.replace(self, stages=stages) for stages in range(_MOST_STAGES, 1, -1))
+        return next(tiles for tiles in deeper if tiles.objection(needs) is None)
+
+
+_FEW_ROWS = 64
+_OVERLAPPED_DEPTH = 4096
+"""Up to which an epilogue's time is a sizeable part of its tile's, so that it should not stand alone."""

@@ -1,0 +1,399 @@
+"""Matmuls for Hopper (sm_90a): operands in either orientation, and an epilogue between the product and memory.
+
+Axis letters: R rows, C columns, K what is contracted.
+
+    load warpgroup                        each compute warpgroup, on a tile of its own or on its half of one
+    --------------                        ------------------------------------------------------------------
+    A(k), B(k) -> ready(k)                products += A(k) B(k)      needs ready(k), frees consumed(k) a step later
+                  waits consumed(k)       epilogue, 64 x 64 numbers at a time: what it reads came by TMA during the
+                                          matmul, what it writes goes out by TMA during the next piece and tile
+
+Blocks are persistent, and the ring of operands knows no tiles: the first steps of the next tile are loaded while the
+epilogue of this one runs. With `ping_pong` the compute warpgroups take tiles in turns, and the tensor cores do not wait
+for epilogues either. Blocks of a cluster stand below one another and load each half of the columns' operand, for both.
+
+What stands beyond an operand's end is loaded as zeros, and not stored; so sizes need not be multiples of a tile, only
+of TMA's own (`fit`).
+
+No GPU has run this kernel yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.ops.mlp.config import (
+    COMPUTE_REGISTERS,
+    COMPUTE_WGS,
+    DEPTH_TILE,
+    HOPPER_SMS,
+    LOAD_REGISTERS,
+    PIECE,
+    EpilogueNeeds,
+    HopperMatmulTiles,
+)
+from fast_layers.ops.mlp.hopper_epilogue import Epilogue, Plain
+
+TMA_ROWS = 8
+"""TMA sees a matrix in tiles of 8 rows and 64 columns, of which it must have whole ones."""
+TMA_COLUMNS = 64
+BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+# A tile's columns, not its rows, lie over the four warps, so that a sum over rows stays within a warp: each warp has 16
+# columns, each thread two of them and every other of 8 rows, in which the swizzle keeps banks apart.
+COLUMNS_OVER_WARPS: Any = plgpu.Layout.TILED(
+    plgpu.Tiling(((PIECE, PIECE), (PIECE, 16), (8, 16), (2, 2))), warp_dims=(-7,), lane_dims=(-4, -3), vector_dim=-1
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """The static facts of one launch. A is [R, K], or [K, R] if `a_turned`; B is [K, C], or [C, K] if `b_turned`."""
+
+    rows: int
+    columns: int
+    depth: int
+    dtype: jnp.dtype
+    epilogue: Epilogue
+    terms: int = 1
+    """How many pairs of A and B one product is the sum of. Their A and B are the launch's first operands."""
+    a_turned: bool = False
+    b_turned: bool = False
+
+    def __post_init__(self):
+        assert self.terms == 1 or self.epilogue.products == 1
+
+    @property
+    def needs(self) -> EpilogueNeeds:
+        e = self.epilogue
+        return EpilogueNeeds(e.products, e.reads, e.writes, len(e.sums), not isinstance(e, Plain))
+
+
+class Operands(NamedTuple):
+    """As many A as terms, as many B as terms or products; `read` are [R, C]; a bias is None or float32 [C]."""
+
+    a: tuple[Array, ...]
+    b: tuple[Array, ...]
+    biases: tuple[Float[Array, " C"] | None, ...]
+    read: tuple[Array, ...] = ()
+
+
+def multiply(m: Matmul, operands: Operands, tiles: HopperMatmulTiles | None = None) -> tuple[list[Array], list[Array]]:
+    """(what the epilogue writes, each [R, C] of `m.dtype`; what it sums over rows, each float32 [C])."""
+    tiles = HopperMatmulTiles.of(m.rows, m.columns, m.depth, m.needs) if tiles is None else tiles
+    reason = tiles.objection(m.needs)
+    assert reason is None, reason
+    a_least, b_least = (tiles.block_rows, DEPTH_TILE), (DEPTH_TILE, tiles.columns)
+    fitted = Operands(
+        tuple(fit(x, *(a_least[::-1] if m.a_turned else a_least)) for x in operands.a),
+        tuple(fit(x, *(b_least[::-1] if m.b_turned else b_least)) for x in operands.b),
+        tuple(None if x is None else _whole_tiles(x, tiles.columns) for x in operands.biases),
+        tuple(fit(x, PIECE, PIECE) for x in operands.read),
+    )
+    written, sums = _launch(tiles, m, fitted)
+    # Parts of a sum are as many as there are tiles of rows, and always added in the same order.
+    return [x[: m.rows, : m.columns] for x in written], [x.sum(0)[: m.columns] for x in sums]
+
+
+def fit(x: Array, least_rows: int, least_columns: int) -> Array:
+    """`x` with zeros below and beside it, if TMA needs them: in whole tiles of 8 x 64, and at least one window."""
+    rows = max(round_up(x.shape[0], TMA_ROWS), least_rows)
+    columns = max(round_up(x.shape[1], TMA_COLUMNS), least_columns)
+    if (rows, columns) == x.shape:
+        return x
+    return jnp.pad(x, [(0, rows - x.shape[0]), (0, columns - x.shape[1])])
+
+
+def _whole_tiles(bias: Float[Array, " C"], tile: int) -> Float[Array, " C"]:
+    return jnp.pad(bias.astype(jnp.float32), (0, -bias.shape[0] % tile))
+
+
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+# Jitted, so that a model of many equal layers traces and lowers the kernel once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[list[Array], list[Array]]:
+    epilogue, stages, cluster = m.epilogue, tiles.stages, tiles.cluster
+    wg_rows, columns, block_rows = tiles.rows, tiles.columns, tiles.block_rows
+    row_tiles, column_tiles = -(-m.rows // (block_rows * cluster)), -(-m.columns // columns)
+    total = row_tiles * column_tiles
+    clusters = min(HOPPER_SMS // cluster, total)
+    steps_per_term = -(-m.depth // DEPTH_TILE)
+    steps = m.terms * steps_per_term
+    # Of those that wait for one tile: with ping_pong each warpgroup waits for its own tiles alone.
+    owners = COMPUTE_WGS if tiles.ping_pong else 1
+    sharers = COMPUTE_WGS // owners
+    row_pieces, column_pieces = wg_rows // PIECE, columns // PIECE
+    tree = jax.tree.structure(operands)
+
+    def mlp_matmul(*refs, **scratch):
+        inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        written, sums = _split(refs[tree.num_leaves :], epilogue.writes)
+        s = _Scratch(**{"read_slots": None, "read_ready": None, "sum_slots": None, **scratch})
+        rank = lax.axis_index("rank") if cluster > 1 else 0
+        first, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
+        turns = lax.div(total - 1 - first, clusters) + 1
+
+        def place(turn) -> _Place:
+            index = turn * clusters + first
+            # Tiles that run at the same time form a rectangle, whose operands L2 holds.
+            group, within = (
+                lax.div(index, tiles.row_group * column_tiles),
+                lax.rem(index, tiles.row_group * column_tiles),
+            )
+            height = jnp.minimum(row_tiles - group * tiles.row_group, tiles.row_group)
+            row_tile = group * tiles.row_group + lax.rem(within, height)
+            return _Place((row_tile * cluster + rank) * block_rows, lax.div(within, height) * columns)
+
+        @pl.when(warpgroup == COMPUTE_WGS)
+        def _load():
+            plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+            lax.fori_loop(0, turns, lambda turn, _: load(inputs, s, place(turn), turn), None)
+            # Blocks of a cluster free each other's slots, and must not end before that.
+            drain(s, turns * steps)
+
+        @pl.when(warpgroup < COMPUTE_WGS)
+        def _compute():
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            take = functools.partial(compute, inputs, s, written, sums, warpgroup)
+            if not tiles.ping_pong:
+                lax.fori_loop(0, turns, lambda turn, _: take(place(turn), turn), None)
+            else:
+
+                @pl.when(warpgroup == 0)
+                def _first_turn():
+                    plgpu.barrier_arrive(s.turn.at[0])
+
+                own = lax.div(turns - warpgroup + 1, COMPUTE_WGS)
+                lax.fori_loop(0, own, lambda i, _: take(place(i * 2 + warpgroup), i * 2 + warpgroup), None)
+
+                @pl.when(warpgroup == lax.rem(turns, COMPUTE_WGS))
+                def _last_turn():
+                    plgpu.barrier_wait(s.turn.at[warpgroup])
+
+            plgpu.wait_smem_to_gmem(0)
+
+    def ready(s: _Scratch, slot, turn):
+        """A warpgroup sees each phase of the barriers it waits for, so each owner has its own."""
+        return s.ready.at[slot if owners == 1 else lax.rem(turn, owners) * stages + slot]
+
+    def load(inputs: Any, s: _Scratch, at: _Place, turn):
+        def copy_step(i, _):
+            step = turn * steps + i
+            slot = lax.rem(step, stages)
+
+            @pl.when(step >= stages)
+            def _wait():
+                plgpu.barrier_wait(s.consumed.at[slot])
+
+            arrived = ready(s, slot, turn)
+
+            def copy(a_ref, b_refs, k):
+                depth = pl.ds(k * DEPTH_TILE, DEPTH_TILE)
+                a_window = _window(pl.ds(at.row, block_rows), depth, m.a_turned)
+                plgpu.copy_gmem_to_smem(a_ref.at[a_window], s.a_slots.at[slot], arrived)
+                b_window = _window(depth, pl.ds(at.column, columns), m.b_turned)
+                together: Any = {"collective_axes": "rank"} if cluster > 1 else {}
+                for i, b_ref in enumerate(b_refs):
+                    plgpu.copy_gmem_to_smem(b_ref.at[b_window], s.b_slots.at[slot, i], arrived, **together)
+
+            if m.terms == 1:
+                copy(inputs.a[0], inputs.b, i)
+            else:
+                for term in range(m.terms):
+
+                    @pl.when(lax.div(i, steps_per_term) == term)
+                    def _copy(term=term):
+                        copy(inputs.a[term], inputs.b[term : term + 1], i - term * steps_per_term)
+
+        lax.fori_loop(0, steps, copy_step, None)
+
+    def drain(s: _Scratch, all_steps):
+        def wait(step, _):
+            plgpu.barrier_wait(s.consumed.at[lax.rem(step, stages)])
+
+        lax.fori_loop(jnp.maximum(all_steps - stages, 0), all_steps, wait, None)
+
+    def compute(inputs: Any, s: _Scratch, written, sums, warpgroup, at: _Place, turn):
+        rows_before = 0 if tiles.ping_pong else warpgroup * wg_rows  # in the block's tile
+        row = at.row + rows_before
+
+        def read_piece(piece):
+            """Starts the loads of what the epilogue reads."""
+            for i, ref in enumerate(inputs.read):
+                slot = (warpgroup * tiles.pieces + piece.lap) * epilogue.reads + i
+                window = ref.at[pl.ds(row + piece.row, PIECE), pl.ds(at.column + piece.column, PIECE)]
+                plgpu.copy_gmem_to_smem(window, s.read_slots.at[slot], s.read_ready.at[slot])
+
+        for piece in pieces[: tiles.pieces]:
+            read_piece(piece)
+
+        def over_depth(*accumulators):
+            def multiply_step(i):
+                slot = lax.rem(turn * steps + i, stages)
+                plgpu.barrier_wait(ready(s, slot, turn))
+                own = pl.ds(rows_before, wg_rows)
+                a = s.a_slots.at[slot, :, own].T if m.a_turned else s.a_slots.at[slot, own]
+                for j, acc in enumerate(accumulators):
+                    b = s.b_slots.at[slot, j]
+                    plgpu.wgmma(acc, a, b.T if m.b_turned else b)
+
+            def free(i):
+                plgpu.barrier_arrive(s.consumed.at[lax.rem(turn * steps + i, stages)])
+
+            def step(i, _):
+                multiply_step(i)
+                plgpu.wgmma_wait(len(accumulators))  # the step before is done, this one goes on
+                free(i - 1)
+
+            if tiles.ping_pong:
+                plgpu.barrier_wait(s.turn.at[warpgroup])
+            multiply_step(jnp.int32(0))
+            lax.fori_loop(1, steps, step, None)
+            if tiles.ping_pong:
+                plgpu.barrier_arrive(s.turn.at[1 - warpgroup])
+            plgpu.wgmma_wait(0)
+            free(steps - 1)
+            return [plgpu.wgmma_accumulator_load(acc, wait_n=None) for acc in accumulators]
+
+        shape = plgpu.WGMMAAccumulatorRef((wg_rows, columns), jnp.float32)
+        products = pl.run_scoped(over_depth, *[shape] * epilogue.products)
+
+        totals: list[Any] = [None] * len(epilogue.sums)
+        for piece in pieces:
+            rows = slice(piece.row, piece.row + PIECE)
+            cols = slice(piece.column, piece.column + PIECE)
+            read_slots = [(warpgroup * tiles.pieces + piece.lap) * epilogue.reads + i for i in range(epilogue.reads)]
+            write_slots = [(warpgroup * tiles.pieces + piece.lap) * epilogue.writes + i for i in range(epilogue.writes)]
+            biases = [None if ref is None else bias_of(ref, at.column + piece.column) for ref in inputs.biases]
+            for slot in read_slots:
+                plgpu.barrier_wait(s.read_ready.at[slot])
+            read = [plgpu.load(s.read_slots.at[slot], layout=plgpu.Layout.WGMMA) for slot in read_slots]
+            results = epilogue(m.dtype, [x[rows, cols] for x in products], biases, read)
+            # The slots' last stores are older than those of the pieces that are still on their way.
+            plgpu.wait_smem_to_gmem((tiles.pieces - 1) * epilogue.writes, wait_read_only=True)
+            for slot, result in zip(write_slots, results, strict=True):
+                s.write_slots[slot] = result
+            plgpu.commit_smem()  # the results, and that what was read may be overwritten
+            if piece.index + tiles.pieces < len(pieces):
+                read_piece(pieces[piece.index + tiles.pieces])
+            if epilogue.sums:
+                parts = [_sum_rows(s.write_slots.at[write_slots[i]]) for i in epilogue.sums]
+                totals = parts if piece.row == 0 else [x + y for x, y in zip(totals, parts, strict=True)]
+                if piece.row + PIECE == wg_rows:
+                    store_sums(s, sums, warpgroup, totals, row, at.column + piece.column)
+            window = pl.ds(row + piece.row, PIECE), pl.ds(at.column + piece.column, PIECE)
+            for slot, ref in zip(write_slots, written, strict=True):
+                plgpu.copy_smem_to_gmem(s.write_slots.at[slot], ref.at[window])
+
+    def store_sums(s: _Scratch, sums, warpgroup, totals, row, column):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i, total in enumerate(totals):
+            s.sum_slots[warpgroup * len(totals) + i] = total
+        plgpu.commit_smem()
+        for i, ref in enumerate(sums):
+            to = ref.at[lax.div(row, wg_rows), pl.ds(column, PIECE)]
+            plgpu.copy_smem_to_gmem(s.sum_slots.at[warpgroup * len(totals) + i], to)
+
+    pieces = [
+        _Piece(i, i % tiles.pieces, i % row_pieces * PIECE, i // row_pieces * PIECE)
+        for i in range(row_pieces * column_pieces)
+    ]
+    a_tile = (DEPTH_TILE, block_rows) if m.a_turned else (block_rows, DEPTH_TILE)
+    b_tile = (columns, DEPTH_TILE) if m.b_turned else (DEPTH_TILE, columns)
+    slots = COMPUTE_WGS * tiles.pieces
+    freeing: Any = {"num_arrivals": sharers, "num_barriers": stages}
+    consumed = plgpu.Barrier(**freeing) if cluster == 1 else plgpu.ClusterBarrier(collective_axes=("rank",), **freeing)
+    scratch = {
+        "a_slots": smem_tile(stages, *a_tile, dtype=m.dtype),
+        "b_slots": smem_tile(stages, epilogue.products, *b_tile, dtype=m.dtype),
+        "write_slots": smem_tile(slots * epilogue.writes, PIECE, PIECE, dtype=m.dtype),
+        "ready": plgpu.Barrier(num_arrivals=1 + epilogue.products, num_barriers=owners * stages),
+        "consumed": plgpu.Barrier(**consumed)
+        if cluster == 1
+        else plgpu.ClusterBarrier(collective_axes=("rank",), **consumed),
+        "turn": plgpu.Barrier(num_barriers=COMPUTE_WGS),
+    }
+    if epilogue.reads:
+        scratch["read_slots"] = smem_tile(slots * epilogue.reads, PIECE, PIECE, dtype=m.dtype)
+        scratch["read_ready"] = plgpu.Barrier(num_barriers=slots * epilogue.reads)
+    if epilogue.sums:
+        scratch["sum_slots"] = plgpu.SMEM((COMPUTE_WGS * len(epilogue.sums), PIECE), jnp.float32)
+    out_rows, out_columns = (max(round_up(m.rows, TMA_ROWS), PIECE), round_up(m.columns, TMA_COLUMNS))
+    sum_rows = round_up(m.rows, block_rows * cluster) // wg_rows
+    cluster_options: dict[str, Any] = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
+    results = plgpu.kernel(
+        mlp_matmul,
+        out_type=(
+            *[jax.ShapeDtypeStruct((out_rows, out_columns), m.dtype)] * epilogue.writes,
+            *[jax.ShapeDtypeStruct((sum_rows, out_columns), jnp.float32)] * len(epilogue.sums),
+        ),
+        grid=(clusters,),
+        grid_names=("cluster",),
+        **cluster_options,
+        num_threads=COMPUTE_WGS + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        # The GPU's own tanh and exp2: good for 11 bits, of which bfloat16 keeps 8.
+        compiler_params=plgpu.CompilerParams(approx_math=m.dtype == jnp.bfloat16),
+    )(*jax.tree.leaves(operands))
+    return _split(results, epilogue.writes)
+
+
+def _split(x: Any, at: int) -> tuple[list[Any], list[Any]]:
+    return list(x[:at]), list(x[at:])
+
+
+def _window(first: Any, second: Any, turned: bool) -> tuple[Any, Any]:
+    return (second, first) if turned else (first, second)
+
+
+def bias_of(ref: Any, column: Any) -> Float[Array, "64 64"]:
+    bias = plgpu.load(ref.at[pl.ds(column, PIECE)], layout=BY_COLUMN, optimized=False)
+    return lax.broadcast_in_dim(bias, (PIECE, PIECE), [1])
+
+
+def _sum_rows(slot: Any) -> Float[Array, " 64"]:
+    """Of what was written, rounded as it is."""
+    return plgpu.load(slot, layout=COLUMNS_OVER_WARPS).astype(jnp.float32).sum(0)
+
+
+class _Place(NamedTuple):
+    """A block's tile, by its first row and column."""
+
+    row: Any
+    column: Any
+
+
+class _Piece(NamedTuple):
+    """64 x 64 numbers of a warpgroup's tile, and which of the slots for pieces it uses."""
+
+    index: int
+    lap: int
+    row: int
+    column: int
+
+
+class _Scratch(NamedTuple):
+    """What a block holds in shared memory: tiles, and the barriers named after the event that they wait for."""
+
+    a_slots: Any
+    b_slots: Any
+    write_slots: Any
+    read_slots: Any
+    sum_slots: Any
+    ready: Any
+    consumed: Any
+    read_ready: Any
+    turn: Any
