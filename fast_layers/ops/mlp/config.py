@@ -100,7 +100,7 @@ class HopperMatmulTiles:
             return cls(64, min(64 if narrow else 128, widest), ping_pong=True, pieces=1)._deepened(needs)
         cluster = 2 if rows > 2 * 128 else 1
         if not needs.arithmetic or depth > _OVERLAPPED_DEPTH:
-            return cls(64, widest, cluster=cluster)._deepened(needs)
+            return cls(64, widest, cluster=cluster, pieces=min(widest // PIECE, 2))._deepened(needs)
         if needs.products > 1:
             return cls(64, widest, ping_pong=True, cluster=cluster, pieces=1)._deepened(needs)
         return cls(128, min(128, widest), ping_pong=True, cluster=cluster, pieces=1)._deepened(needs)

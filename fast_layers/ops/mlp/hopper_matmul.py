@@ -320,9 +320,7 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
         "b_slots": smem_tile(stages, epilogue.products, *b_tile, dtype=m.dtype),
         "write_slots": smem_tile(slots * epilogue.writes, PIECE, PIECE, dtype=m.dtype),
         "ready": plgpu.Barrier(num_arrivals=1 + epilogue.products, num_barriers=owners * stages),
-        "consumed": plgpu.Barrier(**consumed)
-        if cluster == 1
-        else plgpu.ClusterBarrier(collective_axes=("rank",), **consumed),
+        "consumed": consumed,
         "turn": plgpu.Barrier(num_barriers=COMPUTE_WGS),
     }
     if epilogue.reads:
