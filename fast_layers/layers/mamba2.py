@@ -168,7 +168,7 @@ class Mamba2(nnx.Module):
             bias_metadata=conv_bias_metadata,
             rngs=rngs,
         )
-        self.norm = nnx.data(None)
+        self.norm: Any = nnx.data(None)
         if rmsnorm:
             self.norm = nnx.RMSNorm(
                 o.scanned,

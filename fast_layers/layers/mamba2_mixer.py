@@ -126,7 +126,7 @@ def _scan(
     return_state: bool,
 ) -> tuple[Float[Array, "B T HP"], Mamba2State | None]:
     kernel, bias = weights.conv_kernel[:, 0], weights.conv_bias
-    A = -jnp.exp(weights.A_log)
+    A = -jnp.exp(weights.A_log.astype(jnp.promote_types(weights.A_log.dtype, jnp.float32)))
     arguments = {
         "D": weights.D.reshape(o.heads, o.headdim) if o.D_has_hdim else weights.D,
         "dt_bias": weights.dt_bias,
@@ -140,7 +140,7 @@ def _scan(
         y, ssm = ssd_step(state.ssm, x, dt[:, 0], A, B, C, z=z, **arguments)
         return y.reshape(y.shape[0], 1, o.scanned), Mamba2State(conv, ssm)
 
-    def with_state(result):
+    def with_state(result) -> tuple[Array, Array | None]:
         return result if return_state else (result, None)
 
     activated, conv = with_state(
@@ -172,7 +172,7 @@ def _scan(
         )
     )
     y = y.reshape(*y.shape[:2], o.scanned)
-    if ssm is None:
+    if conv is None or ssm is None:
         return y, None
     return y, Mamba2State(conv, ssm if state is None else ssm.astype(state.ssm.dtype))
 

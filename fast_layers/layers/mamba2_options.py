@@ -36,12 +36,12 @@ class Mamba2Options:
             )
         if self.scanned % self.headdim:
             raise ValueError(
-                f"{self.headdim=} does not divide the {self.scanned} scanned channels (d_ssm, or else "
+                f"headdim={self.headdim} does not divide the {self.scanned} scanned channels (d_ssm, or else "
                 "expand * d_model); change either"
             )
         if self.heads % self.ngroups:
             raise ValueError(
-                f"{self.ngroups=} does not divide the {self.heads} heads (d_ssm / headdim), which share B and C "
+                f"ngroups={self.ngroups} does not divide the {self.heads} heads (d_ssm / headdim), which share B and C "
                 "group by group; change either"
             )
         object.__setattr__(self, "dt_limit", tuple(self.dt_limit))

@@ -130,7 +130,8 @@ def causal_conv1d_step(
         raise ValueError(f"x must be [batch, channels], got {x.shape}; for several positions use causal_conv1d")
     w, state = _floating("w", w), _floating("state", state)
     b = None if b is None else _floating("b", b)
-    _check_state("state", state, *x.shape, _check_kernel(w, b, x.shape[1]))
+    batch, channels = x.shape
+    _check_state("state", state, batch, channels, _check_kernel(w, b, channels))
     y, new_state = causal_conv1d(x[:, None], w, b, activation=activation, initial_state=state, return_final_state=True)
     return y[:, 0], new_state
 

@@ -8,6 +8,8 @@ backward computes the sum again, so that x is all that lives until then.
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -55,7 +57,8 @@ def backward(problem: Problem, inputs: Inputs, aux: Aux, gradients: Outputs) -> 
 
 def _convolve(p: Problem, inputs: Inputs, aux: Aux, row: Float[Array, "B W-1+L C"]) -> Float[Array, "B L C"]:
     """The sum before the activation, in the accumulator's dtype."""
-    total = sum(_tap(p, aux, row, i) * inputs.w[i].astype(p.accumulator_dtype) for i in range(p.width))
+    taps = [_tap(p, aux, row, i) * inputs.w[i].astype(p.accumulator_dtype) for i in range(p.width)]
+    total = functools.reduce(jnp.add, taps)
     return total if inputs.b is None else total + inputs.b.astype(p.accumulator_dtype)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from typing import Any
 
 import jax
@@ -105,6 +104,6 @@ def _problem(inputs: Inputs, group_size: Any, eps: Any, norm_before_gate: bool) 
     group_size = features if group_size is None else group_size
     if not isinstance(group_size, int) or group_size < 1 or features % group_size:
         raise ValueError(f"{group_size=}: must be a divisor of the {features} features, or None for all of them")
-    if not isinstance(eps, numbers.Real) or not 0 <= eps < math.inf:
+    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
         raise ValueError(f"{eps=}: must be a number, 0 or more")
     return Problem(tuple(rows), features, y.dtype, group_size, float(eps), norm_before_gate)

@@ -1,0 +1,198 @@
+"""What a Mamba-2 language model is made of, from and to the two kinds of config.json in use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from fast_layers.layers.mamba2_options import Mamba2Options
+
+Layout = Literal["state-spaces", "huggingface"]
+LAYOUTS: tuple[Layout, Layout] = ("state-spaces", "huggingface")
+
+# Field: its name in Hugging Face's config.json. Their `num_heads` and `intermediate_size` follow from others.
+_HUGGINGFACE = {
+    "d_model": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "vocab_size": "vocab_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "residual_in_fp32": "residual_in_fp32",
+    "d_state": "state_size",
+    "d_conv": "conv_kernel",
+    "expand": "expand",
+    "headdim": "head_dim",
+    "ngroups": "n_groups",
+    "dt_limit": "time_step_limit",
+    "bias": "use_bias",
+    "conv_bias": "use_conv_bias",
+    "norm_eps": "layer_norm_epsilon",
+}
+# Fields that state-spaces keeps beside each other; the mixer's own lie in "ssm_cfg".
+_STATE_SPACES = (
+    "d_model",
+    "n_layer",
+    "vocab_size",
+    "tie_embeddings",
+    "residual_in_fp32",
+    "pad_vocab_size_multiple",
+)
+_MIXER = (
+    "d_state",
+    "d_conv",
+    "expand",
+    "headdim",
+    "d_ssm",
+    "ngroups",
+    "D_has_hdim",
+    "rmsnorm",
+    "norm_before_gate",
+    "dt_limit",
+    "bias",
+    "conv_bias",
+)
+# Of ssm_cfg, what changes nothing of the function that is computed.
+_IGNORED_MIXER = {"layer", "chunk_size", "use_mem_eff_path", "A_init_range", "dt_min", "dt_max", "dt_init_floor"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2LMConfig:
+    """A model of `n_layer` blocks x + mixer(norm(x)) between an embedding and a head. Defaults are mamba_ssm's.
+
+    `vocab_size` counts tokens in use; the embedding has rows up to the next multiple of `pad_vocab_size_multiple`.
+    The mixer's fields are arguments of `fast_layers.Mamba2`. `residual_in_fp32`: the sum over blocks is float32 even
+    where they compute in 16 bits.
+    """
+
+    d_model: int
+    n_layer: int
+    vocab_size: int
+    pad_vocab_size_multiple: int = 16
+    tie_embeddings: bool = True
+    residual_in_fp32: bool = True
+    norm_eps: float = 1e-5
+    d_state: int = 128
+    d_conv: int = 4
+    expand: int = 2
+    headdim: int = 64
+    d_ssm: int | None = None
+    ngroups: int = 1
+    D_has_hdim: bool = False
+    rmsnorm: bool = True
+    norm_before_gate: bool = False
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    bias: bool = False
+    conv_bias: bool = True
+
+    def __post_init__(self):
+        for name in ("n_layer", "vocab_size", "pad_vocab_size_multiple"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: must be an int, at least 1")
+        low, high = (float(limit) for limit in self.dt_limit)
+        object.__setattr__(self, "dt_limit", (low, high))
+        _ = self.mixer_options  # rejects what no mixer has
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and the head, padding included."""
+        return -(-self.vocab_size // self.pad_vocab_size_multiple) * self.pad_vocab_size_multiple
+
+    @property
+    def mixer_arguments(self) -> dict[str, Any]:
+        """Arguments of `fast_layers.Mamba2`."""
+        return {name: getattr(self, name) for name in ("d_model", *_MIXER)}
+
+    @property
+    def mixer_options(self) -> Mamba2Options:
+        arguments = self.mixer_arguments
+        return Mamba2Options(**{name: x for name, x in arguments.items() if name not in ("bias", "conv_bias")})
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Mamba2LMConfig:
+        """From the content of a config.json of state-spaces or of Hugging Face.
+
+        Raises ValueError for a model of another kind, and for settings that Mamba-2 here does not have.
+        """
+        return _from_huggingface(content) if "model_type" in content else _from_state_spaces(content)
+
+    def to_json(self, layout: Layout = "state-spaces") -> dict[str, Any]:
+        """The content of a config.json: `from_json` gives this object back.
+
+        Hugging Face counts all rows of the embedding as its vocabulary. Raises ValueError for what it does not have.
+        """
+        check_layout(layout)
+        if layout == "state-spaces":
+            defaults = {field.name: field.default for field in dataclasses.fields(self)}
+            mixer = {name: getattr(self, name) for name in _MIXER if getattr(self, name) != defaults[name]}
+            own = {name: getattr(self, name) for name in _STATE_SPACES}
+            return {
+                **own,
+                "d_intermediate": 0,
+                "ssm_cfg": {"layer": "Mamba2", **mixer},
+                "attn_layer_idx": [],
+                "attn_cfg": {},
+                "rms_norm": True,
+                "fused_add_norm": True,
+            }
+        fixed = {"d_ssm": None, "D_has_hdim": False, "norm_before_gate": False, "rmsnorm": True}
+        for name, only in fixed.items():
+            if getattr(self, name) != only:
+                raise ValueError(f"{name}={getattr(self, name)!r}: Hugging Face's Mamba2 has {only!r} only")
+        content = {theirs: getattr(self, ours) for ours, theirs in _HUGGINGFACE.items()}
+        return {
+            "model_type": "mamba2",
+            "architectures": ["Mamba2ForCausalLM"],
+            **content,
+            "vocab_size": self.vocab_rows,
+            "num_heads": self.mixer_options.heads,
+            "rms_norm": True,
+            "hidden_act": "silu",
+        }
+
+
+def _from_state_spaces(content: Mapping[str, Any]) -> Mamba2LMConfig:
+    mixer = dict(content.get("ssm_cfg", {}))
+    if mixer.get("layer", "Mamba1") != "Mamba2":
+        raise ValueError(f'config.json: ssm_cfg.layer is {mixer.get("layer")!r}: must be "Mamba2"')
+    for name in ("d_intermediate", "attn_layer_idx"):
+        if content.get(name):
+            raise ValueError(f"config.json: {name}={content[name]!r}: only models of Mamba-2 blocks alone are read")
+    if not content.get("rms_norm", True):
+        raise ValueError("config.json: rms_norm is false: blocks with LayerNorm are not read")
+    unknown = sorted(set(mixer) - set(_MIXER) - _IGNORED_MIXER)
+    if unknown:
+        raise ValueError(f"config.json: ssm_cfg has {', '.join(unknown)}: fast_layers.Mamba2 does not know that")
+    own = {name: content[name] for name in _STATE_SPACES if name in content}
+    # mamba_ssm's own default, where files do not say.
+    own.setdefault("pad_vocab_size_multiple", 8)
+    return Mamba2LMConfig(**_complete(own), **{name: mixer[name] for name in _MIXER if name in mixer})
+
+
+def _from_huggingface(content: Mapping[str, Any]) -> Mamba2LMConfig:
+    if content["model_type"] != "mamba2":
+        raise ValueError(f'config.json: model_type is {content["model_type"]!r}: must be "mamba2"')
+    if content.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f"config.json: hidden_act={content['hidden_act']!r}: Mamba-2 here has silu")
+    own = {ours: content[theirs] for ours, theirs in _HUGGINGFACE.items() if theirs in content}
+    # Their defaults, where those differ from mamba_ssm's; their embedding has the rows that it says.
+    defaults = {"ngroups": 8, "tie_embeddings": False, "pad_vocab_size_multiple": 1}
+    config = Mamba2LMConfig(**_complete({**defaults, **own}))
+    heads = content.get("num_heads", config.mixer_options.heads)
+    if heads != config.mixer_options.heads:
+        raise ValueError(
+            f"config.json: num_heads={heads}, but expand * hidden_size / head_dim is {config.mixer_options.heads}"
+        )
+    return config
+
+
+def _complete(fields: dict[str, Any]) -> dict[str, Any]:
+    missing = [name for name in ("d_model", "n_layer", "vocab_size") if name not in fields]
+    if missing:
+        raise ValueError(f"config.json: no {', '.join(missing)}; is it the config of a Mamba-2 model?")
+    return fields
+
+
+def check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"{layout=}: must be one of {', '.join(LAYOUTS)}")

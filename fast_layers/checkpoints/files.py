@@ -1,0 +1,104 @@
+"""Models from and to folders with config.json and safetensors files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from fast_layers.checkpoints.config import Layout, Mamba2LMConfig, check_layout
+from fast_layers.checkpoints.mamba2_lm import Mamba2LM
+from fast_layers.checkpoints.tensors import params_of, tensors_of
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"  # of weights in several files
+
+
+def load_mamba2(
+    path: str | os.PathLike[str], config: Mamba2LMConfig | None = None, *, dtype: Any = None, param_dtype: Any = None
+) -> Mamba2LM:
+    """A published Mamba-2 language model, of state-spaces or Hugging Face, from this machine's disk.
+
+    Args:
+      path: a folder with config.json and model.safetensors (or model.safetensors.index.json and its parts), or one
+        safetensors file.
+      config: replaces config.json; needed if there is none beside the weights.
+      dtype: of the computation; None: param_dtype.
+      param_dtype: of the parameters, dt_bias, A_log and D excepted, which are float32 at least; None: each as in the
+        file, bit for bit.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ImportError: the package safetensors is not installed.
+      ValueError: tensors or settings that are not those of such a model.
+    """
+    path = Path(path)
+    if config is None:
+        folder = path if path.is_dir() else path.parent
+        if not (folder / CONFIG).is_file():
+            raise FileNotFoundError(f"{folder / CONFIG} is not there: pass config=Mamba2LMConfig(...)")
+        config = Mamba2LMConfig.from_json(json.loads((folder / CONFIG).read_text()))
+    params = params_of(_read(path), config)
+    own_dtype = params["embed"]["embedding"].dtype if param_dtype is None else param_dtype
+    model = nnx.eval_shape(lambda: Mamba2LM(config, dtype=dtype, param_dtype=own_dtype, rngs=nnx.Rngs(0)))
+    state = nnx.state(model, nnx.Param)
+
+    def place(like: jax.ShapeDtypeStruct, array: np.ndarray) -> jax.Array:
+        return jnp.asarray(array, None if param_dtype is None else like.dtype)
+
+    nnx.replace_by_pure_dict(state, jax.tree.map(place, nnx.to_pure_dict(state), params))
+    nnx.update(model, state)
+    return model
+
+
+def save_mamba2(model: Mamba2LM, folder: str | os.PathLike[str], layout: Layout = "state-spaces") -> None:
+    """Writes config.json and model.safetensors, with names of "state-spaces" or "huggingface".
+
+    The parameters are written in their own dtypes. A tied head is written once, as the embedding.
+
+    Raises:
+      ImportError: the package safetensors is not installed.
+      ValueError: settings that Hugging Face's Mamba2 does not have.
+    """
+    check_layout(layout)
+    content = model.config.to_json(layout)
+    tensors = tensors_of(nnx.to_pure_dict(nnx.state(model, nnx.Param)), model.config, layout)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _safetensors().save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    if path.is_file():
+        files = [path]
+    elif (path / INDEX).is_file():
+        files = [path / name for name in sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))]
+    else:
+        files = [path / WEIGHTS]
+    tensors: dict[str, np.ndarray] = {}
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{file} is not there; a pytorch_model.bin becomes one with torch.load and safetensors.torch.save_file"
+            )
+        tensors |= _safetensors().load_file(file)
+    return tensors
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            "reading and writing checkpoints needs the package safetensors: pip install fast-layers[checkpoints]"
+        ) from error
+    return safetensors.numpy

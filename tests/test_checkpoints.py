@@ -1,0 +1,275 @@
+"""Mamba-2 checkpoints: files of the published names and shapes, a model that numpy confirms, and back bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_bitwise_equal
+from flax import nnx
+from layers import mamba2_oracle
+from safetensors.numpy import load_file, save_file
+
+from fast_layers import checkpoints
+from fast_layers.checkpoints import Mamba2LMConfig
+
+# config.json of state-spaces/mamba2-130m, with sizes that a test can afford.
+STATE_SPACES = {
+    "d_model": 16,
+    "d_intermediate": 0,
+    "n_layer": 2,
+    "vocab_size": 37,
+    "ssm_cfg": {"layer": "Mamba2", "headdim": 8, "d_state": 6, "ngroups": 2},
+    "attn_layer_idx": [],
+    "attn_cfg": {},
+    "rms_norm": True,
+    "residual_in_fp32": True,
+    "fused_add_norm": True,
+    "pad_vocab_size_multiple": 16,
+    "tie_embeddings": True,
+}
+# The same in Hugging Face's words, as its conversion writes them.
+HUGGING_FACE = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "model_type": "mamba2",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "vocab_size": 48,
+    "state_size": 6,
+    "head_dim": 8,
+    "num_heads": 4,
+    "n_groups": 2,
+    "expand": 2,
+    "conv_kernel": 4,
+    "chunk_size": 256,
+    "hidden_act": "silu",
+    "layer_norm_epsilon": 1e-05,
+    "residual_in_fp32": True,
+    "rms_norm": True,
+    "tie_word_embeddings": True,
+    "time_step_limit": [0.0, float("inf")],
+    "use_bias": False,
+    "use_conv_bias": True,
+}
+ROWS = 48  # 37 tokens, padded to a multiple of 16
+CONFIGS = {"backbone.embedding.weight": STATE_SPACES, "backbone.embeddings.weight": HUGGING_FACE}
+MIXER = {
+    "in_proj.weight": (32 + 32 + 2 * 2 * 6 + 4, 16),
+    "conv1d.weight": (32 + 2 * 2 * 6, 1, 4),
+    "conv1d.bias": (32 + 2 * 2 * 6,),
+    "dt_bias": (4,),
+    "A_log": (4,),
+    "D": (4,),
+    "norm.weight": (32,),
+    "out_proj.weight": (16, 32),
+}
+TOKENS = np.random.default_rng(1).integers(0, 37, (2, 9))
+
+
+def published(embedding="backbone.embedding.weight", dtype=np.float32):
+    """Tensors by the published names and shapes."""
+    shapes = {embedding: (ROWS, 16), "backbone.norm_f.weight": (16,)}
+    for i in range(2):
+        shapes[f"backbone.layers.{i}.norm.weight"] = (16,)
+        shapes |= {f"backbone.layers.{i}.mixer.{name}": shape for name, shape in MIXER.items()}
+    rng = np.random.default_rng(0)
+    return {name: np.asarray(rng.normal(size=shape) * 0.5).astype(dtype) for name, shape in shapes.items()}
+
+
+def write(folder, tensors, config=STATE_SPACES):
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def logits_of(model, tokens=TOKENS):
+    graph, state = nnx.split(model)
+    level = {"xla_backend_optimization_level": 0}
+    return jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens), compiler_options=level)(state, tokens)
+
+
+@pytest.mark.parametrize("embedding", CONFIGS)
+def test_a_loaded_model_computes_what_the_paper_says(tmp_path, embedding):
+    tensors = published(embedding)
+    model = checkpoints.load_mamba2(write(tmp_path / "model", tensors, CONFIGS[embedding]))
+    want = mamba2_oracle.language_model(tensors, TOKENS, n_layer=2, headdim=8, d_state=6, ngroups=2)
+    assert want.shape == (2, 9, ROWS)
+    np.testing.assert_allclose(logits_of(model), want, rtol=1e-3, atol=2e-4)
+
+
+def test_a_head_of_its_own(tmp_path):
+    tensors = published() | {"lm_head.weight": np.random.default_rng(2).normal(size=(ROWS, 16)).astype(np.float32)}
+    model = checkpoints.load_mamba2(write(tmp_path / "model", tensors, STATE_SPACES | {"tie_embeddings": False}))
+    want = mamba2_oracle.language_model(tensors, TOKENS, n_layer=2, headdim=8, d_state=6, ngroups=2)
+    np.testing.assert_allclose(logits_of(model), want, rtol=1e-3, atol=2e-4)
+    checkpoints.save_mamba2(model, tmp_path / "again")
+    assert_bitwise_equal(load_file(tmp_path / "again" / "model.safetensors"), tensors)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("embedding", CONFIGS)
+def test_there_and_back_bit_by_bit(tmp_path, embedding, dtype):
+    """Into a model and out again, in the file's own spelling; and through the other spelling."""
+    tensors = published(embedding, dtype)
+    tensors["backbone.layers.0.mixer.A_log"] = tensors["backbone.layers.0.mixer.A_log"].astype(np.float32)
+    model = checkpoints.load_mamba2(write(tmp_path / "model", tensors, CONFIGS[embedding]))
+    layouts = ["state-spaces", "huggingface"]
+    if embedding == "backbone.embeddings.weight":
+        layouts.reverse()
+    checkpoints.save_mamba2(model, tmp_path / "same", layouts[0])
+    assert_bitwise_equal(load_file(tmp_path / "same" / "model.safetensors"), tensors)
+    checkpoints.save_mamba2(model, tmp_path / "other", layouts[1])
+    other = load_file(tmp_path / "other" / "model.safetensors")
+    assert set(other) != set(tensors)
+    checkpoints.save_mamba2(checkpoints.load_mamba2(tmp_path / "other"), tmp_path / "back", layouts[0])
+    assert_bitwise_equal(load_file(tmp_path / "back" / "model.safetensors"), tensors)
+
+
+def test_the_dtype_of_parameters_can_be_chosen(tmp_path):
+    folder = write(tmp_path / "model", published())
+    model = checkpoints.load_mamba2(folder, dtype=jnp.float32, param_dtype=jnp.bfloat16)
+    mixer = model.layers[0].mixer
+    assert mixer.in_proj.kernel.dtype == model.embed.embedding.dtype == jnp.bfloat16
+    assert mixer.A_log.dtype == mixer.D.dtype == mixer.dt_bias.dtype == jnp.float32
+    assert jax.eval_shape(model, jax.ShapeDtypeStruct((1, 2), jnp.int32)).dtype == jnp.float32
+
+
+def test_decoding_and_documents(tmp_path):
+    model = checkpoints.load_mamba2(write(tmp_path / "model", published()))
+    want = logits_of(model)
+    predict = nnx.jit(lambda model, tokens, ids: model(tokens, segment_ids=ids))
+    packed = predict(model, TOKENS, np.arange(9) // 5)
+    np.testing.assert_allclose(packed[:, 5:], logits_of(model, TOKENS[:, 5:]), rtol=1e-3, atol=1e-4)
+    model.init_cache((2,))
+    decode = nnx.jit(lambda model, tokens: model(tokens, decode=True))
+    got = [decode(model, TOKENS[:, start:stop]) for start, stop in ((0, 7), (7, 8), (8, 9))]
+    np.testing.assert_allclose(jnp.concatenate(got, 1), want, rtol=1e-3, atol=1e-4)
+
+
+def test_weights_in_several_files(tmp_path):
+    tensors = published("backbone.embeddings.weight")
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
+    for file, own in parts.items():
+        save_file({name: tensors[name] for name in own}, tmp_path / file)
+    weight_map = {name: file for file, own in parts.items() for name in own}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(json.dumps(HUGGING_FACE))
+    model = checkpoints.load_mamba2(tmp_path)
+    assert_bitwise_equal(
+        checkpoints.tensors_of(nnx.to_pure_dict(nnx.state(model)), model.config, "huggingface"), tensors
+    )
+
+
+def test_a_tied_head_may_stand_in_the_file_and_padding_rows_may_not():
+    config = Mamba2LMConfig.from_json(STATE_SPACES)
+    tensors = published()
+    embedding = tensors["backbone.embedding.weight"]
+    plain = checkpoints.params_of(tensors, config)
+    assert_bitwise_equal(checkpoints.params_of(tensors | {"lm_head.weight": embedding.copy()}, config), plain)
+    short = checkpoints.params_of(tensors | {"backbone.embedding.weight": embedding[:37]}, config)
+    assert_bitwise_equal(short["embed"]["embedding"][:37], embedding[:37])
+    assert not short["embed"]["embedding"][37:].any()
+    with pytest.raises(ValueError, match=r"lm_head.weight is not backbone.embedding.weight, though .*tie_embeddings"):
+        checkpoints.params_of(tensors | {"lm_head.weight": embedding + 1}, config)
+
+
+def test_shapes_are_the_published_ones():
+    """mamba2-130m, of which the number of parameters is known: 128,989,632 with 50,288 rows of 768."""
+    config = Mamba2LMConfig(d_model=768, n_layer=24, vocab_size=50277)
+    shapes = checkpoints.tensor_shapes(config)
+    assert shapes["backbone.embedding.weight"] == (50288, 768)
+    assert shapes["backbone.layers.23.mixer.in_proj.weight"] == (3352, 768)
+    assert shapes["backbone.layers.0.mixer.conv1d.weight"] == (1792, 1, 4)
+    assert len(shapes) == 2 + 24 * 9
+    assert sum(int(np.prod(shape)) for shape in shapes.values()) == 128_989_632
+    small = Mamba2LMConfig.from_json(STATE_SPACES)
+    assert checkpoints.tensor_shapes(small) == {name: x.shape for name, x in published().items()}
+
+
+def test_configs_there_and_back():
+    config = Mamba2LMConfig.from_json(STATE_SPACES)
+    assert (config.vocab_size, config.vocab_rows, config.ngroups, config.dt_limit) == (37, ROWS, 2, (0, np.inf))
+    assert Mamba2LMConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    theirs = Mamba2LMConfig.from_json(HUGGING_FACE)
+    assert theirs == dataclasses.replace(config, vocab_size=ROWS, pad_vocab_size_multiple=1)
+    assert Mamba2LMConfig.from_json(json.loads(json.dumps(config.to_json("huggingface")))) == theirs
+    special = dataclasses.replace(config, d_ssm=16, D_has_hdim=True, dt_limit=(0.0, 0.1), bias=True)
+    assert Mamba2LMConfig.from_json(special.to_json()) == special
+    with pytest.raises(ValueError, match="d_ssm=16: Hugging Face's Mamba2 has None only"):
+        special.to_json("huggingface")
+
+
+def test_every_mixer_option_has_its_tensors():
+    """Names and shapes of a fresh model's own parameters, for options that change them."""
+    for options in ({"bias": True, "conv_bias": False}, {"rmsnorm": False, "D_has_hdim": True}, {"d_ssm": 24}):
+        config = Mamba2LMConfig(16, 1, 37, headdim=8, d_state=6, tie_embeddings=False, **options)
+        model = nnx.eval_shape(lambda config=config: checkpoints.Mamba2LM(config, rngs=nnx.Rngs(0)))
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params)
+        tensors = checkpoints.tensors_of(zeros, config)
+        assert len(tensors) == len(jax.tree.leaves(zeros))
+        assert_bitwise_equal(checkpoints.params_of(tensors, config), zeros)
+
+
+def changed(**changes):
+    """The published tensors with some replaced, or left out if None."""
+    tensors = published() | {name.replace("__", "."): x for name, x in changes.items()}
+    return {name: x for name, x in tensors.items() if x is not None}
+
+
+D = "backbone__layers__1__mixer__D"
+BAD_TENSORS = {
+    "missing": ({D: None}, "missing: backbone.layers.1.mixer.D. Do the tensors"),
+    "unknown": ({"extra": np.zeros(1)}, "not part of such a model: extra"),
+    "shape": ({D: np.zeros(5)}, r"backbone.layers.1.mixer.D must have shape \(4,\), got \(5,\)"),
+    "all at once": ({D: None, "extra": np.zeros(1)}, "missing: backbone.layers.1.mixer.D; not part .*: extra"),
+    "rows": ({"backbone__embedding__weight": np.zeros((40, 16))}, r"must have shape \(48, 16\), got \(40, 16\)"),
+    "no embedding": ({"backbone__embedding__weight": None}, "one of backbone.embedding.weight and .*got neither"),
+    "both spellings": ({"backbone__embeddings__weight": np.zeros((48, 16))}, "got both"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_tensors_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
+        checkpoints.params_of(changed(**changes), Mamba2LMConfig.from_json(STATE_SPACES))
+
+
+def test_parameters_that_do_not_fit():
+    config = Mamba2LMConfig.from_json(STATE_SPACES)
+    params = checkpoints.params_of(published(), config)
+    del params["layers"][0]["mixer"]["D"]
+    with pytest.raises(ValueError, match=re.escape("parameters are missing: layers.0.mixer.D")):
+        checkpoints.tensors_of(params, config)
+
+
+BAD_CONFIGS = {
+    "mamba 1": (STATE_SPACES | {"ssm_cfg": {}}, "ssm_cfg.layer is None: must be"),
+    "attention": (STATE_SPACES | {"attn_layer_idx": [1]}, r"attn_layer_idx=\[1\]: only models of Mamba-2 blocks"),
+    "layer norm": (STATE_SPACES | {"rms_norm": False}, "rms_norm is false"),
+    "unknown": (STATE_SPACES | {"ssm_cfg": {"layer": "Mamba2", "q": 1}}, "ssm_cfg has q: .* does not know that"),
+    "incomplete": ({"d_model": 16, "ssm_cfg": {"layer": "Mamba2"}}, "no n_layer, vocab_size; is it"),
+    "llama": ({"model_type": "llama"}, "model_type is 'llama': must be \"mamba2\""),
+    "activation": (HUGGING_FACE | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    "heads": (HUGGING_FACE | {"num_heads": 5}, "num_heads=5, but expand .* is 4"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_CONFIGS.values(), ids=BAD_CONFIGS)
+def test_configs_that_do_not_fit(content, message):
+    with pytest.raises(ValueError, match=message):
+        Mamba2LMConfig.from_json(content)
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config.json is not there: pass config="):
+        checkpoints.load_mamba2(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors is not there; a pytorch_model.bin becomes one"):
+        checkpoints.load_mamba2(tmp_path, Mamba2LMConfig.from_json(STATE_SPACES))
