@@ -10,7 +10,7 @@ from fast_layers.ops.attention.hopper_call import may_be_partitioned
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 
 CAPABILITIES = ((10, 0), (10, 3))
-MAX_DEPTH = {"forward": 256, "backward": 0}
+MAX_DEPTH = {"forward": 256, "backward": 128}
 
 
 def supports(problem: Problem, arch: Arch, pass_) -> str | None:

@@ -90,3 +90,30 @@ class BlackwellForwardTiles:
             self.smem_bytes(p.qk_dim, p.v_dim) <= BLACKWELL_SMEM_BYTES
             and self.tmem_columns(p.v_dim) <= BLACKWELL_TMEM_COLUMNS
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class BlackwellBackwardTiles:
+    """The shape of both backward kernels: a block owns 128 rows; `stages` slots for what it goes through."""
+
+    stages: int = 4
+
+    step_tile = 64
+    """Two buffers of two products of 128 x 64 leave half of tensor memory to the sums of two gradients."""
+
+    def __post_init__(self):
+        if self.stages not in (2, 4):
+            raise ValueError(f"{self.stages=} must be 2 or 4: even, since two warpgroups take turns at the slots")
+
+    @property
+    def compute_registers(self) -> int:
+        """Per thread, as the other two: what a block is launched with, dealt out anew in steps of 8."""
+        return 200
+
+    @property
+    def load_registers(self) -> int:
+        return 48
+
+    @property
+    def multiply_registers(self) -> int:
+        return 64

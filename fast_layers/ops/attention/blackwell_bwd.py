@@ -1,0 +1,404 @@
+"""Attention's backward for Blackwell (sm_100a, sm_103a): one kernel for dQ, one for dK and dV, both deterministic.
+
+No GPU has run them: they are simulated, and compiled by the real assembler.
+
+Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth; R rows of
+a block's own, C columns of a step.
+
+Both kernels are one body. A block owns 128 rows, queries or keys, and goes through the tiles of 64 of the other kind
+that they meet. So a tile of scores stands as [queries, keys] in the first kernel and as [keys, queries] in the second:
+
+    own                queries          keys
+    scores             Q K^T            K Q^T        needs ring_ready
+    d_weights          dO V^T           V dO^T       -> scores_ready
+    sums of gradients  dQ += dS K       dK += dS Q   needs weights_ready
+                                        dV += P dO   -> weights_consumed, ring_consumed
+
+One warpgroup loads, one issues all matmuls, and two compute: the first the even steps, the second the odd ones, so that
+the tensor core multiplies for one while the other makes P = 2^(scores - lse) and dS = P * (d_weights - delta). P and dS
+stand in tensor memory where the products stood that they come from.
+
+Sources: Dao, "FlashAttention-2" (2023); FlashAttention-4 (Dao-AILab, 2025).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from fast_layers.kernel_parts.kv_range import KvRange
+from fast_layers.kernel_parts.online_softmax import LOG2_E
+from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
+from fast_layers.kernel_parts.tile_order import TileOrder
+from fast_layers.ops.attention.blackwell_config import BlackwellBackwardTiles
+from fast_layers.ops.attention.blackwell_tile import (
+    BY_ROW,
+    NATIVE,
+    ROWS,
+    STAGED,
+    NativeTileMask,
+    by_row,
+    column_slices,
+)
+from fast_layers.ops.attention.hopper_call import RowMask, over_batch, pad_axis, pad_for_tma, padded_depth, round_up
+from fast_layers.ops.attention.hopper_mask import TileMask, tanh
+from fast_layers.ops.attention.problem import Inputs, Problem, Residuals, finite_or_zero
+from fast_layers.ops.attention.xla import sink_gradient
+
+BUFFERS = 2
+"""Tiles of scores in tensor memory, each with a compute warpgroup of its own."""
+
+Own = Literal["queries", "keys"]
+
+
+class _Operands(NamedTuple):
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K V"]
+    d_out: Float[Array, "B T N V"]
+    lse_log2: Float[Array, "B N T"]
+    """+inf for a row that sees nothing or does not exist: its weights are 2^-inf = 0. NaN for a broken one."""
+    delta: Float[Array, "B N T"]
+    mask: RowMask | None
+    q_span: Int[Array, "B|1 J 2"] | None
+
+
+def attend_grad(
+    problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array, tiles: BlackwellBackwardTiles | None = None
+) -> Inputs:
+    """Gradients of all inputs, in the inputs' dtypes."""
+    p = problem
+    tiles = BlackwellBackwardTiles() if tiles is None else tiles
+    inputs, aux, out, lse = residuals
+    query, key, value = inputs.query, inputs.key, inputs.value
+    sees_none = lse == -jnp.inf
+    if p.mask.band is not None or p.mask.interval_arrays or p.mask.segments:
+        # A hidden weight is 0, but 0 times NaN is NaN: so all that is multiplied is finite. A row that was not, and a
+        # row that sees a broken key, has an lse of NaN, which reaches the keys that it sees and no others.
+        broken = ~(jnp.isfinite(query).all(-1) & jnp.isfinite(d_out).all(-1)).swapaxes(1, 2)
+        query, key, value = (finite_or_zero(x) for x in (query, key, value))
+        d_out = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, finite_or_zero(d_out))
+        lse = jnp.where(broken & ~sees_none, jnp.nan, lse)
+    delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    delta = delta - jnp.where(sees_none, 0.0, d_lse)
+    lse_log2 = jnp.where(sees_none, jnp.inf, jnp.where(jnp.isfinite(delta), lse * LOG2_E, jnp.nan))
+    rows, qk_dim, v_dim = round_up(p.q_len, ROWS), padded_depth(p.qk_dim), padded_depth(p.v_dim)
+    operands = _Operands(
+        pad_for_tma(query, ROWS, qk_dim),
+        pad_for_tma(key, ROWS, qk_dim),
+        pad_for_tma(value, ROWS, v_dim),
+        pad_for_tma(d_out, ROWS, v_dim),
+        pad_axis(lse_log2, rows, 2, jnp.inf),
+        pad_axis(finite_or_zero(delta), rows, 2),
+        RowMask.of(p, aux.mask, ROWS, tiles.step_tile),
+        None,
+    )
+    (d_query,) = over_batch(functools.partial(_launch, "queries", tiles))(p, operands)
+    mask = RowMask.of(p, aux.mask, tiles.step_tile, ROWS)
+    operands = operands._replace(mask=mask, q_span=None if mask is None else _query_span(p, mask, tiles))
+    d_key, d_value = over_batch(functools.partial(_launch, "keys", tiles))(p, operands)
+    return Inputs(
+        query=d_query[:, : p.q_len, :, : p.qk_dim],
+        key=d_key[:, : p.kv_len, :, : p.qk_dim],
+        value=d_value[:, : p.kv_len, :, : p.v_dim],
+        sinks=None if inputs.sinks is None else sink_gradient(inputs.sinks, lse, delta),
+    )
+
+
+def _query_span(p: Problem, mask: RowMask, tiles: BlackwellBackwardTiles) -> Int[Array, "B|1 J 2"]:
+    """The query tiles that each tile of keys visits."""
+    visits = KvRange.of(mask.start, mask.stop, tiles.step_tile).transpose(ROWS, -(-p.kv_len // ROWS))
+    return jnp.stack(visits, -1)
+
+
+# Jitted, so that a model of many equal layers traces and lowers the kernel once.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _launch(own: Own, tiles: BlackwellBackwardTiles, p: Problem, operands: _Operands):
+    """(dQ,) or (dK, dV)."""
+    owns_keys = own == "keys"
+    qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
+    step_tile, ring = tiles.step_tile, tiles.stages
+    loader, multiplier = BUFFERS, BUFFERS + 1  # after the compute warpgroups
+    own_heads = p.kv_heads if owns_keys else p.heads
+    own_tiles = -(-(p.kv_len if owns_keys else p.q_len) // ROWS)
+    bytes_per_head = (p.group * p.q_len if owns_keys else p.kv_len) * p.dtype.itemsize * (qk_dim + v_dim)
+    order = TileOrder.of(p.batch * own_heads, own_tiles, 1 if owns_keys else p.group, bytes_per_head)
+    # Of a causal mask, the last queries see the most keys, and the first keys are seen by the most queries.
+    longest_last = not owns_keys and p.mask.band is not None and p.mask.band.high is not None
+    tree = jax.tree.structure(operands)
+
+    def attention_backward(*refs, **scratch):
+        inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        out_refs = refs[tree.num_leaves :]
+        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        s = _Scratch(**{"lse_slots": None, "delta_slots": None, "d_value": None, **scratch})
+        head, index = order.locate(block)
+        index = own_tiles - 1 - index if longest_last else index
+        example, head = lax.div(head, own_heads), lax.rem(head, own_heads)
+        if owns_keys:
+            mask = NativeTileMask(p, step_tile, ROWS, inputs.mask)
+            first, last = mask.query_span(example, index, inputs.q_span)
+            per_head = last - first
+            steps = per_head * p.group
+            span = None
+        else:
+            mask = NativeTileMask(p, ROWS, step_tile, inputs.mask)
+            span = mask.key_span(example, index)
+            first, steps = span.first, span.last - span.first
+            per_head = steps
+
+        def place(step):
+            """(head, tile) of a step's columns."""
+            if not owns_keys:
+                return lax.div(head, p.group), first + step
+            turn = lax.div(step, jnp.maximum(per_head, 1))
+            return head * p.group + turn, first + step - turn * per_head
+
+        block_of = _Block(example, head, index, steps, place, span)
+
+        @pl.when(warpgroup == loader)
+        def _load():
+            plgpu.set_max_registers(tiles.load_registers, action="decrease")
+            load(inputs, s, block_of)
+
+        @pl.when(warpgroup == multiplier)
+        def _multiply():
+            plgpu.set_max_registers(tiles.multiply_registers, action="decrease")
+            multiply(s, steps)
+
+        # A role each: which buffer in tensor memory is meant must be known when compiling.
+        for buffer in range(BUFFERS):
+
+            @pl.when(warpgroup == buffer)
+            def _compute(buffer=buffer):
+                plgpu.set_max_registers(tiles.compute_registers, action="increase")
+                compute(buffer, mask, inputs, s, block_of)
+                if buffer < len(out_refs):
+                    store(buffer, s, out_refs[buffer], block_of)
+
+    def load(inputs: Any, s: _Scratch, block: _Block):
+        queries, keys = (inputs.query, inputs.d_out), (inputs.key, inputs.value)
+        own_refs, ring_refs = (keys, queries) if owns_keys else (queries, keys)
+        for ref, slot in zip(own_refs, (s.own_qk, s.own_v), strict=True):
+            rows = pl.ds(block.index * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(ref.at[block.example, rows, block.head], slot, s.own_ready)
+
+        def load_columns(step, _):
+            head, tile = block.place(step)
+            slot, columns = lax.rem(step, ring), pl.ds(tile * step_tile, step_tile)
+
+            @pl.when(step >= ring)
+            def _wait():
+                plgpu.barrier_wait(s.ring_consumed.at[slot])
+
+            ready = s.ring_ready.at[slot]
+            for ref, slots in zip(ring_refs, (s.ring_qk, s.ring_v), strict=True):
+                plgpu.copy_gmem_to_smem(ref.at[block.example, columns, head], slots.at[slot], ready)
+            if owns_keys:
+                for ref, slots in ((inputs.lse_log2, s.lse_slots), (inputs.delta, s.delta_slots)):
+                    plgpu.copy_gmem_to_smem(ref.at[block.example, head, columns], slots.at[slot], ready)
+
+        lax.fori_loop(0, block.steps, load_columns, None)
+
+    def multiply(s: _Scratch, steps):
+        plgpu.barrier_wait(s.own_ready)
+
+        def multiply_scores(step, buffer):
+            slot = lax.rem(step, ring)
+            plgpu.barrier_wait(s.ring_ready.at[slot])
+
+            @pl.when(step >= BUFFERS)
+            def _wait():
+                plgpu.barrier_wait(s.weights_consumed.at[buffer])
+
+            scores, _ = s.scores_or_weights[buffer]
+            d_weights, _ = s.d_weights_or_scores[buffer]
+            plgpu.tcgen05_mma(scores, s.own_qk, s.ring_qk.at[slot].T, accumulate=False)
+            plgpu.tcgen05_mma(d_weights, s.own_v, s.ring_v.at[slot].T, accumulate=False)
+            plgpu.tcgen05_commit_arrive(s.scores_ready.at[buffer])
+
+        def multiply_gradients(step, buffer):
+            slot = lax.rem(step, ring)
+            _, weights = s.scores_or_weights[buffer]
+            _, d_scores = s.d_weights_or_scores[buffer]
+            plgpu.barrier_wait(s.weights_ready.at[buffer])
+            if owns_keys:
+                plgpu.tcgen05_mma(s.d_value, weights, s.ring_v.at[slot], accumulate=step > 0)
+            plgpu.tcgen05_mma(s.d_own, d_scores, s.ring_qk.at[slot], accumulate=step > 0)
+            plgpu.tcgen05_commit_arrive(s.weights_consumed.at[buffer])
+            plgpu.tcgen05_commit_arrive(s.ring_consumed.at[slot])
+
+        pl.when(steps > 0)(lambda: multiply_scores(jnp.int32(0), 0))
+
+        def pair(i, _):
+            for buffer in range(BUFFERS):
+                step = i * BUFFERS + buffer
+                pl.when(step + 1 < steps)(functools.partial(multiply_scores, step + 1, 1 - buffer))
+                pl.when(step < steps)(functools.partial(multiply_gradients, step, buffer))
+
+        lax.fori_loop(0, lax.div(steps + (BUFFERS - 1), BUFFERS), pair, None)
+        plgpu.tcgen05_commit_arrive(s.sums_ready)
+
+    def compute(buffer: int, mask: TileMask, inputs: Any, s: _Scratch, block: _Block):
+        example = block.example
+        own_start = block.index * ROWS
+        scores_ref, weights_ref = s.scores_or_weights[buffer]
+        d_weights_ref, d_scores_ref = s.d_weights_or_scores[buffer]
+        columns = column_slices(step_tile)
+        own_rows, lse, delta = None, None, None
+        if not owns_keys:
+            own_rows = mask.rows(example, own_start, ROWS, 0)
+            lse, delta = (
+                plgpu.load(x.at[example, block.head, pl.ds(own_start, ROWS)], layout=BY_ROW, optimized=False)
+                for x in (inputs.lse_log2, inputs.delta)
+            )
+
+        def hide(logits, tile):
+            start = tile * step_tile
+            if not owns_keys:
+                return [
+                    mask.hide(x, own_rows, example, own_start, start + c.start, 0)
+                    for x, c in zip(logits, columns, strict=True)
+                ]
+            return [
+                mask.hide(x, mask.rows(example, start + c.start, c.size, 1), example, start + c.start, own_start, 1)
+                for x, c in zip(logits, columns, strict=True)
+            ]
+
+        def compute_step(i, _):
+            step = i * BUFFERS + buffer
+            slot = lax.rem(step, ring)
+            _, tile = block.place(step)
+
+            def of_queries(by_own, slots, c):
+                """lse or delta of the queries, spread over a part of the tile."""
+                if not owns_keys:
+                    return by_row(by_own, c.size)
+                x = plgpu.load(slots.at[slot, c], layout=NATIVE.reduce(0), optimized=False)
+                return lax.broadcast_in_dim(x, (ROWS, c.size), [1])
+
+            if owns_keys:
+                plgpu.barrier_wait(s.ring_ready.at[slot])
+            plgpu.barrier_wait(s.scores_ready.at[buffer])
+            logits = [plgpu.async_load_tmem(scores_ref.at[:, c], layout=NATIVE) for c in columns]
+            d_weights = [plgpu.async_load_tmem(d_weights_ref.at[:, c], layout=NATIVE) for c in columns]
+            plgpu.wait_load_tmem()
+            to_log2, d_caps = p.scale * LOG2_E, None
+            if p.softcap is not None:
+                logits = [tanh(x * (p.scale / p.softcap)) for x in logits]
+                d_caps = [(1.0 - x) * (1.0 + x) for x in logits]
+                to_log2 = p.softcap * LOG2_E
+            logits = [x * to_log2 - of_queries(lse, s.lse_slots, c) for x, c in zip(logits, columns, strict=True)]
+            if mask.hides:
+                if owns_keys:
+                    ragged = mask.ragged_for_keys(example, tile, own_start, ROWS)
+                else:
+                    ragged = block.span.ragged(tile)
+                logits = lax.cond(ragged, functools.partial(hide, tile=tile), lambda x: x, logits)
+            for part, c in enumerate(columns):
+                weights = jnp.exp2(logits[part])
+                d_scores = weights * (d_weights[part] - of_queries(delta, s.delta_slots, c))
+                d_scores = d_scores if d_caps is None else d_scores * d_caps[part]
+                if owns_keys:
+                    plgpu.async_store_tmem(weights_ref.at[:, c], weights.astype(p.dtype))
+                plgpu.async_store_tmem(d_scores_ref.at[:, c], d_scores.astype(p.dtype))
+            plgpu.commit_tmem()
+            if owns_keys:
+                plgpu.commit_smem()  # lse and delta are read before their slots are refilled
+            plgpu.barrier_arrive(s.weights_ready.at[buffer])
+
+        lax.fori_loop(0, lax.div(block.steps + (BUFFERS - 1 - buffer), BUFFERS), compute_step, None)
+
+    def store(index: int, s: _Scratch, out_ref, block: _Block):
+        """dQ or dK if `index` is 0, else dV, through the slot of the operand of its shape."""
+        sums, slot, factor = ((s.d_own, s.own_qk, p.scale), (s.d_value, s.own_v, 1.0))[index]
+        plgpu.barrier_wait(s.sums_ready)
+        for c in column_slices(slot.shape[1], swizzled_columns(slot.shape[1], p.dtype)):
+            part = plgpu.async_load_tmem(sums.at[:, c], layout=STAGED)
+            # Keys that no query sees have no sum.
+            has_sum = jnp.broadcast_to(block.steps > 0, part.shape)
+            part = jnp.where(has_sum, part * factor, jnp.zeros_like(part))
+            slot[:, c] = part.astype(p.dtype)
+        plgpu.commit_smem()
+        to = out_ref.at[block.example, pl.ds(block.index * ROWS, ROWS), block.head]
+        plgpu.copy_smem_to_gmem(slot, to)
+        plgpu.wait_smem_to_gmem(0)
+
+    def union():
+        """A product in float32, and what is made of it."""
+        product: Any = plgpu.TMEM((ROWS, step_tile), jnp.float32)
+        return plgpu.RefUnion(product, plgpu.TMEM((ROWS, step_tile), p.dtype, packed=True))
+
+    in_order: Any = functools.partial(plgpu.Barrier, orders_tensor_core=True)
+    scratch = {
+        "own_qk": smem_tile(ROWS, qk_dim, dtype=p.dtype),
+        "own_v": smem_tile(ROWS, v_dim, dtype=p.dtype),
+        "ring_qk": smem_tile(ring, step_tile, qk_dim, dtype=p.dtype),
+        "ring_v": smem_tile(ring, step_tile, v_dim, dtype=p.dtype),
+        "scores_or_weights": [union() for _ in range(BUFFERS)],
+        "d_weights_or_scores": [union() for _ in range(BUFFERS)],
+        "d_own": plgpu.TMEM((ROWS, qk_dim), jnp.float32),
+        "own_ready": plgpu.Barrier(num_arrivals=2),
+        "ring_ready": plgpu.Barrier(num_arrivals=4 if owns_keys else 2, num_barriers=ring),
+        "ring_consumed": in_order(num_barriers=ring),
+        "scores_ready": in_order(num_barriers=BUFFERS),
+        "weights_ready": in_order(num_barriers=BUFFERS),
+        "weights_consumed": in_order(num_barriers=BUFFERS),
+        "sums_ready": in_order(),
+    }
+    if owns_keys:
+        scratch["lse_slots"] = plgpu.SMEM((ring, step_tile), jnp.float32)
+        scratch["delta_slots"] = plgpu.SMEM((ring, step_tile), jnp.float32)
+        scratch["d_value"] = plgpu.TMEM((ROWS, v_dim), jnp.float32)
+    attention_backward.__name__ = f"attention_backward_of_{own}"  # by which profilers tell the kernels apart
+    shapes = (operands.key, operands.value) if owns_keys else (operands.query,)
+    return plgpu.kernel(
+        attention_backward,
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, p.dtype) for x in shapes),
+        grid=(order.total,),
+        grid_names=("block",),
+        num_threads=BUFFERS + 2,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*jax.tree.leaves(operands))
+
+
+class _Block(NamedTuple):
+    """What a block owns, and the tiles that it goes through."""
+
+    example: Any
+    head: Any
+    index: Any
+    steps: Any
+    place: Any
+    span: Any
+
+
+class _Scratch(NamedTuple):
+    """What a block holds in shared and in tensor memory, and the barriers named after the event that they wait for."""
+
+    own_qk: Any
+    own_v: Any
+    ring_qk: Any
+    ring_v: Any
+    lse_slots: Any
+    delta_slots: Any
+    scores_or_weights: Any
+    d_weights_or_scores: Any
+    d_own: Any
+    d_value: Any
+    own_ready: Any
+    ring_ready: Any
+    ring_consumed: Any
+    scores_ready: Any
+    weights_ready: Any
+    weights_consumed: Any
+    sums_ready: Any
