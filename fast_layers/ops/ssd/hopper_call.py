@@ -1,0 +1,156 @@
+"""What the Hopper kernel takes, and what it is given: the operands with all that concerns decay computed by XLA.
+
+No GPU has run the kernel yet, so the backend is taken only by name.
+
+Axis letters as in `problem`; U panels of 64 channels of the heads, in order; C chunks of Q = 64 tokens. N here is at
+least 64, of which a smaller state leaves the rest 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from fast_layers.arch import Arch
+from fast_layers.kernel_parts import automatic_axes
+from fast_layers.ops.ssd import xla
+from fast_layers.ops.ssd.config import HEAD_DIMS, ROWS, STATE_DIMS, padded_state, panels
+from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, Scanned, step_sizes
+
+LOG2_E = 1.4426950408889634
+TMA_ROWS = 8
+_FORGETS_ALL_LOG2 = -160.0
+"""2 to this is 0 in float32, so log2 of a decay need not be below it."""
+
+
+def supports(problem: Problem, arch: Arch, pass_) -> str | None:
+    p = problem
+    if arch.capability is None or arch.platform != "cuda":
+        return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got {arch}"
+    if arch.capability != (9, 0):
+        return f"needs compute capability 9.0 (H100, H200), got {arch.capability[0]}.{arch.capability[1]}"
+    if automatic_axes.may_be_partitioned():
+        return f"{automatic_axes.WAY_OUT}, or shard batch and heads over explicit mesh axes"
+    if p.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, got {p.dtype}; cast x, B, C and z"
+    sizes = (p.batch, p.length)
+    if not all(isinstance(size, int) for size in sizes):
+        symbolic = ", ".join(str(size) for size in sizes if not isinstance(size, int))
+        return f"needs sizes known when tracing, got symbolic {symbolic}"
+    if p.head_dim not in HEAD_DIMS:
+        return f"takes heads of {', '.join(map(str, HEAD_DIMS))} channels, got {p.head_dim}"
+    if p.state_dim not in STATE_DIMS:
+        too_large = ", whose state leaves too few registers for the rest" if p.state_dim > STATE_DIMS[-1] else ""
+        return f"takes states of {', '.join(map(str, STATE_DIMS))}, got {p.state_dim}{too_large}"
+    if p.chunk != min(ROWS, p.length):
+        return f"works in chunks of {ROWS} tokens, got chunk_size={p.chunk}; leave it None"
+    if p.dt_limit[0] < 0:
+        return f"takes step sizes of 0 and more, got dt_limit={p.dt_limit}"
+    return None
+
+
+def forward(problem: Problem, inputs: Inputs, aux: Aux) -> Scanned:
+    """Pallas is imported here, when a kernel is chosen."""
+    from fast_layers.ops.ssd import hopper_fwd
+
+    return hopper_fwd.scan(problem, inputs, aux)
+
+
+def backward(problem: Problem, residuals: Residuals, d_out: Array, d_final_state: Array) -> Inputs:
+    """There is no kernel for it yet: the xla backend's, whose residuals are the operands as well."""
+    return xla.backward(problem, residuals, d_out, d_final_state)
+
+
+class Operands(NamedTuple):
+    """Arrays as the kernel takes them: lengths that TMA takes, heads as panels of 64 channels."""
+
+    x: Float[Array, "B L U 64"]
+    B: Float[Array, "B L G N"]
+    C: Float[Array, "B L G N"]
+    factors: Float[Array, "B C H 4 Q"]
+    """Of each token, by the names of the constants below."""
+    first: Int[Array, "B C Q"] | None
+    """The first token of the chunk that each token's document has in it; None without documents."""
+    D: Float[Array, "B U 64"] | None
+    z: Float[Array, "B L U 64"] | None
+    initial_state: Float[Array, "B U 64 N"] | None
+
+
+ROW, COLUMN, ENTERING, LEAVING = range(4)
+"""In `Operands.factors`, with s the sum of log2 of the decays up to a token, in its document and chunk: s; s less log2
+of dt, so that 2^(ROW_i - COLUMN_j) is the decay from j to i times dt_j; the share of the state entering the chunk that
+is left at a token; what a token's x is multiplied by to be added to the state leaving the chunk."""
+
+
+def operands_of(p: Problem, inputs: Inputs, aux: Aux) -> Operands:
+    dt = step_sizes(inputs.dt, inputs.dt_bias, softplus=p.dt_softplus, limit=p.dt_limit, dtype=p.accumulator_dtype)
+    document = None if aux.document is None else _chunk_up(aux.document, "edge")
+    factors, first = _factors(_chunk_up(dt), inputs.A.astype(dt.dtype), document)
+    D = None
+    if inputs.D is not None:
+        by_channel = jnp.broadcast_to(inputs.D.astype(jnp.float32).reshape(p.heads, -1), (p.heads, p.head_dim))
+        D = jnp.broadcast_to(_panels(by_channel), (p.batch, p.heads * panels(p.head_dim), ROWS))
+    state = None
+    if inputs.initial_state is not None:
+        state = inputs.initial_state.astype(jnp.float32)
+        state = _pad_state(_pad(state, -p.head_dim % ROWS, 2)).reshape(p.batch, -1, ROWS, padded_state(p.state_dim))
+    return Operands(
+        x=_for_tma(_panels(inputs.x)),
+        B=_for_tma(_pad_state(inputs.B)),
+        C=_for_tma(_pad_state(inputs.C)),
+        factors=factors,
+        first=first,
+        D=D,
+        z=None if inputs.z is None else _for_tma(_panels(inputs.z)),
+        initial_state=state,
+    )
+
+
+def _factors(dt: Float[Array, "B C Q H"], A: Float[Array, " H"], document: Int[Array, "B C Q"] | None):
+    """(factors, first). A chunk's sums are kept within a document by the matrix that makes them."""
+    log2_decay = jnp.maximum(dt * (A * LOG2_E), _FORGETS_ALL_LOG2)
+    tokens = jnp.arange(ROWS)
+    visible, first = tokens[:, None] >= tokens, None
+    reaches_entry, reaches_exit = jnp.ones((), bool), jnp.ones((), bool)
+    if document is not None:
+        visible = visible & (document[..., :, None] == document[..., None, :])
+        first = jnp.argmax(visible, axis=-1).astype(jnp.int32)
+        # The entering state is that of the token before the chunk; before the first chunk, that of its first token.
+        before = jnp.concatenate([document[:, :1, 0], document[:, :-1, -1]], axis=1)
+        reaches_entry = (document == before[..., None])[..., None]
+        reaches_exit = (document == document[..., -1:])[..., None]
+    visible = jnp.broadcast_to(visible, (*dt.shape[:2], ROWS, ROWS)).astype(dt.dtype)
+    sums = jnp.einsum("bcqs,bcsh->bcqh", visible, log2_decay, precision=lax.Precision.HIGHEST)
+    leaving = jnp.exp2(jnp.minimum(sums[:, :, -1:] - sums, 0.0)) * dt
+    by_token = (
+        sums,
+        sums - jnp.log2(dt),
+        jnp.where(reaches_entry, jnp.exp2(sums), 0.0),
+        jnp.where(reaches_exit, leaving, 0.0),
+    )
+    return jnp.stack(by_token, 2).transpose(0, 1, 4, 2, 3), first
+
+
+def _panels(x: Float[Array, "*L H P"]) -> Float[Array, "*L U 64"]:
+    """The heads' channels as panels; those of 32 are padded."""
+    return _pad(x, -x.shape[-1] % ROWS, x.ndim - 1).reshape(*x.shape[:-2], -1, ROWS)
+
+
+def _pad_state(x: Float[Array, "... N"]) -> Float[Array, "... N"]:
+    return _pad(x, padded_state(x.shape[-1]) - x.shape[-1], x.ndim - 1)
+
+
+def _for_tma(x: Array) -> Array:
+    """At least a chunk long, and a multiple of 8. Tokens added here have no effect: their dt is 0."""
+    return _pad(x, -(-max(x.shape[1], ROWS) // TMA_ROWS) * TMA_ROWS - x.shape[1], 1)
+
+
+def _chunk_up(x: Array, mode: str = "constant") -> Array:
+    return _pad(x, -x.shape[1] % ROWS, 1, mode).reshape(x.shape[0], -1, ROWS, *x.shape[2:])
+
+
+def _pad(x: Array, missing: int, axis: int, mode: str = "constant") -> Array:
+    return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)], mode=mode) if missing else x

@@ -1,0 +1,226 @@
+"""The scan's forward for Hopper (sm_90a): TMA loads, asynchronous wgmma, the state in registers from the first chunk to
+the last. No GPU has run this kernel yet.
+
+A block goes through the chunks of one example for one or two panels of 64 channels, of heads of one group. Its roles:
+
+    load warpgroup                            each compute warpgroup, on its own panel
+    --------------                            ----------------------------------------
+    B, C, x, (z), factors of a chunk          scores = C B^T,  out = C S^T          S as rounded to 16 bits
+      -> ready   waits consumed               S = decay S + (x * leaving)^T B       while the scores are weighed
+                                              out = entering * out + (scores * decays * dt) x
+                                              (out + D x) silu(z), to memory        frees consumed
+
+S is the panel's state, transposed: 64 channels by N. Decays between two tokens are powers of two of differences of
+sums that XLA has computed (`hopper_call.Operands`); all masks but the triangle come down to each row's first column.
+
+Source: Dao and Gu, "Transformers are SSMs" (2024).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.ops.attention.hopper_call import over_batch
+from fast_layers.ops.ssd.config import ROWS, HopperForwardTiles, panels
+from fast_layers.ops.ssd.hopper_call import COLUMN, ENTERING, LEAVING, LOG2_E, ROW, Operands, operands_of
+from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Scanned
+
+WGMMA = plgpu.Layout.WGMMA
+BY_ROW = WGMMA.reduce(1)
+BY_COLUMN = WGMMA.reduce(0)
+TILE = (ROWS, ROWS)
+
+
+def scan(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles | None = None) -> Scanned:
+    p = problem
+    tiles = HopperForwardTiles.of(p) if tiles is None else tiles
+    out, state = over_batch(functools.partial(_launch, tiles))(p, operands_of(p, inputs, aux))
+    out = out[:, : p.length].reshape(p.batch, p.length, p.heads, -1)[..., : p.head_dim]
+    state = state.reshape(p.batch, p.heads, -1, state.shape[-1])[:, :, : p.head_dim, : p.state_dim]
+    return Scanned(out, state)
+
+
+# Jitted, so that a model of many equal layers traces and lowers the kernel once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
+    """(out [B, L, U, 64], final state [B, U, 64, N])."""
+    wgs, ring, state_dim = tiles.compute_wgs, tiles.stages, operands.B.shape[3]
+    _, length, units, _ = operands.x.shape
+    chunks = operands.factors.shape[1]
+    group_units = units // p.groups
+    packs = group_units // wgs
+    tree = jax.tree.structure(operands)
+
+    def ssd_forward(*refs, **scratch):
+        inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        out_ref, final_ref = refs[tree.num_leaves :]
+        s = _Scratch(**{"z_slots": None, "first_slots": None, **scratch})
+        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        example, pack = lax.div(block, p.groups * packs), lax.rem(block, p.groups * packs)
+        group = lax.div(pack, packs)
+        first_unit = pack * wgs
+
+        @pl.when(warpgroup == wgs)
+        def _load():
+            plgpu.set_max_registers(tiles.load_registers, action="decrease")
+            lax.fori_loop(0, chunks, functools.partial(load, inputs, s, example, group, first_unit), None)
+
+        @pl.when(warpgroup < wgs)
+        def _compute():
+            plgpu.set_max_registers(tiles.compute_registers, action="increase")
+            compute(inputs, s, out_ref, final_ref, example, warpgroup, first_unit + warpgroup)
+
+    def load(inputs: Any, s: _Scratch, example, group, first_unit, chunk, _):
+        slot, tokens = lax.rem(chunk, ring), pl.ds(chunk * ROWS, ROWS)
+        ready = s.ready.at[slot]
+
+        @pl.when(chunk >= ring)
+        def _wait():
+            plgpu.barrier_wait(s.consumed.at[slot])
+
+        plgpu.copy_gmem_to_smem(inputs.C.at[example, tokens, group], s.c_slots.at[slot], ready)
+        plgpu.copy_gmem_to_smem(inputs.B.at[example, tokens, group], s.b_slots.at[slot], ready)
+        if inputs.first is not None:
+            plgpu.copy_gmem_to_smem(inputs.first.at[example, chunk], s.first_slots.at[slot], ready)
+        for wg in range(wgs):
+            unit = first_unit + wg
+            head = lax.div(unit, panels(p.head_dim))
+            plgpu.copy_gmem_to_smem(inputs.x.at[example, tokens, unit], s.x_slots.at[slot, wg], ready)
+            plgpu.copy_gmem_to_smem(inputs.factors.at[example, chunk, head], s.factor_slots.at[slot, wg], ready)
+            if inputs.z is not None:
+                plgpu.copy_gmem_to_smem(inputs.z.at[example, tokens, unit], s.z_slots.at[slot, wg], ready)
+
+    def compute(inputs: Any, s: _Scratch, out_ref, final_ref, example, warpgroup, unit):
+        def over_chunks(state_acc):
+            if inputs.initial_state is not None:
+                state_acc[...] = plgpu.load(inputs.initial_state.at[example, unit], layout=WGMMA, optimized=False)
+
+            def step(chunk, _):
+                slot = lax.rem(chunk, ring)
+                plgpu.barrier_wait(s.ready.at[slot])
+                one_chunk(inputs, s, state_acc, example, unit, slot, warpgroup, chunk > 0)
+                plgpu.barrier_arrive(s.consumed.at[slot])
+                rows = out_ref.at[example, pl.ds(chunk * ROWS, ROWS), unit]
+                plgpu.copy_smem_to_gmem(s.out_slots.at[warpgroup], rows)
+
+            lax.fori_loop(0, chunks, step, None)
+            return state_acc[...]
+
+        final = pl.run_scoped(over_chunks, plgpu.WGMMAAccumulatorRef((ROWS, state_dim), jnp.float32))
+        final_ref.at[example, unit][...] = final
+        plgpu.wait_smem_to_gmem(0)
+
+    def one_chunk(inputs: Any, s: _Scratch, state_acc, example, unit, slot, warpgroup, has_stored):
+        b_slot, c_slot, x_slot = s.b_slots.at[slot], s.c_slots.at[slot], s.x_slots.at[slot, warpgroup]
+        factors = s.factor_slots.at[slot, warpgroup]
+        state_slot, entering_slot = s.state_slots.at[warpgroup], s.entering_slots.at[warpgroup]
+        out_slot = s.out_slots.at[warpgroup]
+
+        def factor(name, layout):
+            return plgpu.load(factors.at[name], layout=layout, optimized=False)
+
+        def load_x():
+            return plgpu.load(x_slot, layout=WGMMA, optimized=False).astype(jnp.float32)
+
+        state = state_acc[...]
+        state_slot[...] = state.astype(p.dtype)
+        entering_slot[...] = (load_x() * by_row(factor(LEAVING, BY_ROW))).astype(p.dtype)
+        plgpu.commit_smem()
+
+        def products(score_acc, out_acc):
+            plgpu.wgmma(score_acc, c_slot, b_slot.T)
+            plgpu.wgmma(out_acc, c_slot, state_slot.T)
+            # The last token's share of the entering state is what goes on to the next chunk.
+            state_acc[...] = state * factors[ENTERING, ROWS - 1]
+            plgpu.wgmma(state_acc, entering_slot.T, b_slot)
+            scores = plgpu.wgmma_accumulator_load(score_acc, wait_n=2)
+            weights = (scores * decays(inputs, s, factor, slot)).astype(p.dtype)
+            read = plgpu.wgmma_accumulator_load(out_acc, wait_n=1)
+            out_acc[...] = read * by_row(factor(ENTERING, BY_ROW))
+            plgpu.wgmma(out_acc, weights, x_slot)
+            return plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
+
+        accumulator = plgpu.WGMMAAccumulatorRef(TILE, jnp.float32)
+        out = pl.run_scoped(products, accumulator, accumulator)
+        if inputs.D is not None:
+            skip = plgpu.load(inputs.D.at[example, unit], layout=BY_COLUMN, optimized=False)
+            out += load_x() * lax.broadcast_in_dim(skip, TILE, [1])
+        if s.z_slots is not None:
+            z = plgpu.load(s.z_slots.at[slot, warpgroup], layout=WGMMA, optimized=False).astype(jnp.float32)
+            out *= z / (1.0 + jnp.exp2(z * -LOG2_E))
+
+        @pl.when(has_stored)
+        def _wait_stored():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        out_slot[...] = out.astype(p.dtype)
+        plgpu.commit_smem()
+
+    def decays(inputs: Any, s: _Scratch, factor, slot):
+        """From each column's token to each row's, times the column's dt; 0 where it is later or of another document."""
+        row, column = (plgpu.broadcasted_iota(jnp.int32, TILE, axis, layout=WGMMA) for axis in (0, 1))
+        visible = column <= row
+        if inputs.first is not None:
+            first = plgpu.load(s.first_slots.at[slot], layout=BY_ROW, optimized=False)
+            visible &= column >= by_row(first)
+        log2_decay = by_row(factor(ROW, BY_ROW)) - lax.broadcast_in_dim(factor(COLUMN, BY_COLUMN), TILE, [1])
+        # Masked before exp2: above the diagonal it would overflow, and inf * 0 is NaN.
+        return jnp.exp2(jnp.where(visible, log2_decay, -jnp.inf))
+
+    scratch = {
+        "b_slots": smem_tile(ring, ROWS, state_dim, dtype=p.dtype),
+        "c_slots": smem_tile(ring, ROWS, state_dim, dtype=p.dtype),
+        "x_slots": smem_tile(ring, wgs, *TILE, dtype=p.dtype),
+        **({} if operands.z is None else {"z_slots": smem_tile(ring, wgs, *TILE, dtype=p.dtype)}),
+        "factor_slots": plgpu.SMEM((ring, wgs, 4, ROWS), jnp.float32),
+        **({} if operands.first is None else {"first_slots": plgpu.SMEM((ring, ROWS), jnp.int32)}),
+        "state_slots": smem_tile(wgs, ROWS, state_dim, dtype=p.dtype),
+        "entering_slots": smem_tile(wgs, *TILE, dtype=p.dtype),
+        "out_slots": smem_tile(wgs, *TILE, dtype=p.dtype),
+        "ready": plgpu.Barrier(
+            num_arrivals=2 + (operands.first is not None) + wgs * (2 + (operands.z is not None)), num_barriers=ring
+        ),
+        "consumed": plgpu.Barrier(num_arrivals=wgs, num_barriers=ring),
+    }
+    return plgpu.kernel(
+        ssd_forward,
+        out_type=(
+            jax.ShapeDtypeStruct((p.batch, length, units, ROWS), p.dtype),
+            jax.ShapeDtypeStruct((p.batch, units, ROWS, state_dim), jnp.float32),
+        ),
+        grid=(p.batch * p.groups * packs,),
+        grid_names=("block",),
+        num_threads=wgs + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*jax.tree.leaves(operands))
+
+
+class _Scratch(NamedTuple):
+    """What a block holds in shared memory: tiles, and the barriers named after the event that they wait for."""
+
+    b_slots: Any
+    c_slots: Any
+    x_slots: Any
+    z_slots: Any
+    factor_slots: Any
+    first_slots: Any
+    state_slots: Any
+    entering_slots: Any
+    out_slots: Any
+    ready: Any
+    consumed: Any
+
+
+def by_row(x: Float[Array, " Q"]) -> Float[Array, "Q Q"]:
+    return lax.broadcast_in_dim(x, TILE, [0])

@@ -1,0 +1,158 @@
+"""The Hopper scan: right and free of races over shapes and options; every planted fault found."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close_over_draws, judge
+from ops.ssd.cases import Case, build
+
+import fast_layers
+from fast_layers.arch import Arch
+from fast_layers.dispatch import PASSES
+from fast_layers.ops.ssd import hopper_call, hopper_fwd
+from fast_layers.ops.ssd.config import HopperForwardTiles
+from fast_layers.testing import simulate
+from simulator.attention import StandIn
+from simulator.ssd import changed, plain, problem_of, simulated
+
+pytestmark = pytest.mark.simulator
+
+H200 = Arch("cuda", "NVIDIA H200", (9, 0))
+
+
+def _case(**options) -> Case:
+    return Case(**{"batch": 1, "heads": 2, "head_dim": 64, "state_dim": 64, **options})
+
+
+CASES = {
+    "one token": _case(length=1),
+    "one chunk": _case(length=64),
+    "five chunks and a tail": _case(length=333, batch=2),
+    "heads of 32, a state of 16": _case(length=130, heads=4, head_dim=32, state_dim=16, groups=2, initial_state=True),
+    "heads of 128, a state of 128": _case(length=200, heads=1, head_dim=128, state_dim=128, initial_state=True),
+    "odd heads, a group for each": _case(length=130, heads=3, groups=3),
+    "D, z, softplus": _case(length=130, D="channel", z=True, softplus=True, dt_bias=True, limit=(0.0, 0.1)),
+    "documents": _case(length=333, batch=2, segments="rows", D="head", initial_state=True),
+    "extreme steps": _case(length=130, dt="extreme", segments="rows", initial_state=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name):
+    def make(draw):
+        built, simulation = simulated(CASES[name], draw=draw)
+        want = built.oracle()
+        return tuple(simulation.check()), (want.out, want.final_state), plain(built)
+
+    assert_close_over_draws(make, f"{name}: ", draws=1)
+
+
+def test_float16():
+    built, simulation = simulated(CASES["documents"], jnp.float16)
+    want = built.oracle()
+    for name, got, oracle, yardstick in zip(
+        ("out", "state"), simulation.check(), (want.out, want.final_state), plain(built), strict=True
+    ):
+        assert (verdict := judge(got, oracle, yardstick, name=name)).ok, verdict.failure
+
+
+def test_other_documents_change_no_bit():
+    case = _case(length=150, segments=None)
+    ids = np.repeat([0, 1, 2], [50, 40, 60])
+    results = []
+    for seed in (1, 2):
+        built, other = build(case, jnp.bfloat16), build(case, jnp.bfloat16, draw=seed)
+        operands = built.operands._replace(
+            **{
+                name: np.concatenate([getattr(o, name)[:, rows] for o, rows in _around(built, other)], axis=1)
+                for name in ("x", "dt", "B", "C")
+            }
+        )
+        problem, inputs, aux = problem_of(type(built)(case, operands, ids, built.d_out, built.d_final))
+        got = simulate(lambda inputs, aux, p=problem: hopper_call.forward(p, inputs, aux), inputs, aux).check()
+        results.append(np.asarray(got.out[:, 50:90]))
+    np.testing.assert_array_equal(*results)
+
+
+def _around(built, other):
+    return (other.operands, np.s_[:50]), (built.operands, np.s_[50:90]), (other.operands, np.s_[90:])
+
+
+def test_vmap():
+    built = build(_case(length=70, batch=2, D="head", initial_state=True), jnp.bfloat16)
+    problem, inputs, aux = problem_of(built)
+    whole = simulate(lambda inputs: hopper_call.forward(problem, inputs, aux), inputs).check()
+
+    def run(x, dt, B, C, state):
+        single = inputs._replace(x=x, dt=dt, B=B, C=C, initial_state=state)
+        return hopper_call.forward(dataclasses.replace(problem, batch=1), single, aux)
+
+    each = [v[:, None] for v in (inputs.x, inputs.dt, inputs.B, inputs.C, inputs.initial_state)]
+    mapped = simulate(jax.vmap(run), *each).check()
+    for got, want in zip(mapped, whole, strict=True):
+        # The wrong example's operands would be off by far more than what XLA rounds differently.
+        np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (got[:, 0], want)), rtol=2e-2, atol=1e-2)
+
+
+# Event -> what it does. Each must be told by the simulator, as a race, a deadlock or broken rules.
+FAULTS = {
+    "chunks are not awaited": StandIn("barrier_wait ready"),
+    "slots are refilled early": StandIn("barrier_wait consumed"),
+    "slots are never freed": StandIn("barrier_arrive consumed"),
+    "the state is not committed": StandIn("commit_smem #1"),
+    "the output is not committed": StandIn("commit_smem #2"),
+    "the output's slot is reused in flight": StandIn("read wait_smem_to_gmem"),
+    "the last output is not awaited": StandIn("wait_smem_to_gmem"),
+    "products are not awaited": StandIn("wgmma_accumulator_load"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name):
+    with changed(FAULTS[name]) as stand_in:
+        built = build(_case(length=400), jnp.bfloat16)
+        problem, inputs, aux = problem_of(built)
+        tiles = HopperForwardTiles(2, 2)
+        simulation = simulate(
+            lambda inputs, aux: hopper_fwd.scan(problem, inputs, aux, tiles), inputs, aux, timeout=6.0
+        )
+    assert stand_in.hits, "nothing was changed"
+    assert simulation.faulty
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "reason"),
+    [
+        (_case(), np.float32, "takes bfloat16 and float16, got float32"),
+        (_case(head_dim=48), jnp.bfloat16, "takes heads of 32, 64, 128 channels, got 48"),
+        (_case(state_dim=48), jnp.bfloat16, "takes states of 16, 32, 64, 128, got 48"),
+        (_case(state_dim=256), jnp.bfloat16, "got 256, whose state leaves too few registers"),
+        (_case(limit=(-1.0, 1.0)), jnp.bfloat16, "step sizes of 0 and more, got dt_limit=(-1.0, 1.0)"),
+        (_case(length=100, chunk_size=32), jnp.bfloat16, "chunks of 64 tokens, got chunk_size=32"),
+    ],
+    ids=lambda x: x[:20] if isinstance(x, str) else "",
+)
+def test_refusals(case, dtype, reason):
+    built = build(case, dtype)
+    (plan,) = fast_layers.explain(
+        lambda o: fast_layers.ssd(*o[:5], dt_limit=case.limit, chunk_size=case.chunk_size), tuple(built.operands)
+    ).plans
+    for pass_ in PASSES:
+        assert reason in hopper_call.supports(plan.problem, H200, pass_)
+
+
+def test_taken_only_by_name_and_only_on_hopper():
+    built = build(_case(), jnp.bfloat16)
+    problem, _, _ = problem_of(built)
+    assert hopper_call.supports(problem, H200, "forward") is None
+    assert "compute capability 9.0" in hopper_call.supports(problem, Arch("cuda", "B200", (10, 0)), "forward")
+    with pytest.raises(ValueError, match=r'needs an NVIDIA GPU .* implementation="xla"'):
+        fast_layers.ssd(*built.operands[:5], implementation="hopper")
+    (plan,) = fast_layers.explain(lambda *o: fast_layers.ssd(*o), *built.operands[:5]).plans
+    assert plan.sole_backend("forward").name == "xla"
+    assert ("hopper", 'taken only by name: implementation="hopper"') in plan.forward[0].refusals
