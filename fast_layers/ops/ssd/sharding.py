@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fast_layers.kernel_parts.manual_axes import explicit_axes, vary_alike
-from fast_layers.ops.ssd.problem import Aux, Inputs
+from fast_layers.ops.ssd.problem import Aux, Inputs, Scanned
 
 # What the dimensions of each operand are, by its field name; None is never sharded.
 _DIMENSIONS = {
@@ -32,7 +31,7 @@ _DIMENSIONS = {
 }
 
 
-def per_shard(scan: Callable[[Inputs, Aux], Any], inputs: Inputs, aux: Aux) -> Any:
+def per_shard(scan: Callable[[Inputs, Aux], Scanned], inputs: Inputs, aux: Aux) -> Scanned:
     """`scan(inputs, aux)`, on each device's shard if x is explicitly sharded."""
     batch_axes, head_axes = _explicit_axes(inputs)
     if not batch_axes and not head_axes:
@@ -63,7 +62,7 @@ def per_shard(scan: Callable[[Inputs, Aux], Any], inputs: Inputs, aux: Aux) -> A
     operands = (inputs, aux)
     in_specs = jax.tree_util.tree_map_with_path(spec, operands)
     operands = jax.tree.map(jax.sharding.reshard, operands, in_specs)
-    out_specs = (P(batch_axes, None, head_axes, None), P(batch_axes, head_axes, None, None))
+    out_specs = Scanned(P(batch_axes, None, head_axes, None), P(batch_axes, head_axes, None, None))
     names = {*batch_axes, *head_axes}
     return jax.shard_map(on_shard, in_specs=in_specs, out_specs=out_specs, axis_names=names)(*operands)
 
