@@ -17,9 +17,11 @@ PIECE = 64
 _ACCUMULATOR_REGISTERS = 128
 _COLUMNS = (64, 128, 256)
 _MOST_STAGES = 8
+_ENOUGH_STAGES = 4
 _ITEMSIZE = 2
 _PIECE_BYTES = PIECE * PIECE * _ITEMSIZE
-_BARRIER_BYTES = 1024
+_RESERVED_BYTES = 1024
+"""For barriers, and what the compiler keeps for reductions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ class HopperMatmulTiles:
     def smem_bytes(self, needs: EpilogueNeeds) -> int:
         stage = _ITEMSIZE * DEPTH_TILE * (self.block_rows + needs.products * self.columns)
         staged = COMPUTE_WGS * self.pieces * (needs.reads + needs.writes) * _PIECE_BYTES
-        return self.stages * stage + staged + COMPUTE_WGS * needs.sums * PIECE * 4 + _BARRIER_BYTES
+        return self.stages * stage + staged + COMPUTE_WGS * needs.sums * PIECE * 4 + _RESERVED_BYTES
 
     def objection(self, needs: EpilogueNeeds) -> str | None:
         """Why this shape cannot have such an epilogue."""
@@ -106,9 +108,15 @@ class HopperMatmulTiles:
         return cls(128, min(128, widest), ping_pong=True, cluster=cluster, pieces=1)._deepened(needs)
 
     def _deepened(self, needs: EpilogueNeeds) -> HopperMatmulTiles:
-        """With as many stages as fit."""
-        deeper = (dataclasses.replace(self, stages=stages) for stages in range(_MOST_STAGES, 1, -1))
-        return next(tiles for tiles in deeper if tiles.objection(needs) is None)
+        """With as many stages as fit, if need be for fewer pieces under way."""
+        possible = [
+            dataclasses.replace(self, stages=stages, pieces=pieces)
+            for pieces in range(self.pieces, 0, -1)
+            for stages in range(_MOST_STAGES, 1, -1)
+        ]
+        possible = [tiles for tiles in possible if tiles.objection(needs) is None]
+        enough = (tiles for tiles in possible if tiles.stages >= _ENOUGH_STAGES)
+        return next(enough, None) or max(possible, key=lambda tiles: tiles.stages)
 
 
 _FEW_ROWS = 64

@@ -1,0 +1,129 @@
+"""Which calls the Hopper backend of the MLP takes, why not the others, and that asking costs nothing. Runs anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fast_layers.arch import Arch
+from fast_layers.dispatch import PASSES, choose
+from fast_layers.kernel_parts import automatic_axes
+from fast_layers.ops.mlp import hopper_call
+from fast_layers.ops.mlp.backends import BACKENDS
+from fast_layers.ops.mlp.problem import Problem
+
+H100, H200 = Arch("cuda", "NVIDIA H100 80GB HBM3", (9, 0)), Arch("cuda", "NVIDIA H200", (9, 0))
+PROBLEM = Problem(512, 64, 256, 64, jnp.dtype(jnp.bfloat16), "gelu_tanh")
+
+TAKEN = {
+    "plain": {},
+    "float16": {"dtype": jnp.dtype(jnp.float16)},
+    "gated, with biases": {"gated": True, "up_bias": True, "gate_bias": True, "down_bias": True},
+    "inputs saved": {"save": "inputs"},
+    "linear": {"out_features": None},
+    "bare matmul": {"out_features": None, "activation": "identity"},
+    "one token": {"tokens": 1},
+    "odd tokens": {"tokens": 131},
+    "features in eights": {"in_features": 8, "hidden_features": 72, "out_features": 200},
+    "default precision": {"precision": jax.lax.Precision.DEFAULT},
+}
+REFUSED = {
+    "float32": ({"dtype": jnp.dtype(jnp.float32)}, "takes bfloat16 and float16, got float32; cast the inputs"),
+    "precision": ({"precision": jax.lax.Precision.HIGHEST}, "has no precision"),
+    "odd features": ({"in_features": 60}, "in multiples of 8, got in_features=60; pad the weights"),
+    "odd hidden and out features": (
+        {"hidden_features": 257, "out_features": 1},
+        "got hidden_features=257, out_features=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("fields", TAKEN.values(), ids=TAKEN)
+@pytest.mark.parametrize("arch", [H100, H200], ids=lambda arch: arch.name)
+def test_takes_both_passes_by_name(fields, arch):
+    problem = dataclasses.replace(PROBLEM, **fields)
+    for pass_ in PASSES:
+        assert hopper_call.supports(problem, arch, pass_) is None
+        choice = choose(BACKENDS, problem, arch, pass_, wanted="hopper")
+        assert choice.backend is not None
+        assert choice.backend.name == "hopper"
+
+
+def test_is_not_taken_unasked():
+    """Until a GPU has run and timed it."""
+    choice = choose(BACKENDS, PROBLEM, H200, "forward")
+    assert choice.backend is not None
+    assert choice.backend.name != "hopper"
+    assert "taken only by name" in dict(choice.refusals)["hopper"]
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED.values(), ids=REFUSED)
+def test_refuses_with_the_reason(fields, words):
+    problem = dataclasses.replace(PROBLEM, **fields)
+    for pass_ in PASSES:
+        choice = choose(BACKENDS, problem, H200, pass_, wanted="hopper")
+        assert choice.backend is None
+        assert words in dict(choice.refusals)["hopper"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "words"),
+    [
+        (Arch("cpu"), "needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got cpu"),
+        (Arch("rocm", "MI300X", (9, 4)), "needs an NVIDIA GPU"),
+        (Arch("cuda"), "needs an NVIDIA GPU of compute capability 9.0"),
+        (Arch("cuda", "NVIDIA A100", (8, 0)), "needs compute capability 9.0 (H100, H200), got 8.0"),
+        (Arch("cuda", "NVIDIA B200", (10, 0)), "got 10.0"),
+    ],
+    ids=str,
+)
+def test_refuses_other_devices(arch, words):
+    for pass_ in PASSES:
+        assert words in hopper_call.supports(PROBLEM, arch, pass_)
+
+
+def test_leaves_alone_what_xla_may_split(monkeypatch):
+    monkeypatch.setattr(automatic_axes, "gpus_here", lambda: 2)
+    assert "call inside jax.shard_map" in (hopper_call.supports(PROBLEM, H200, "forward") or "")
+    for axis_type, splits in ((jax.sharding.AxisType.Auto, True), (jax.sharding.AxisType.Explicit, False)):
+        with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(axis_type,))):
+            assert (hopper_call.supports(PROBLEM, H200, "forward") is not None) == splits
+
+
+@pytest.mark.parametrize("name", ["tokens", "in_features", "hidden_features", "out_features"])
+def test_refuses_symbolic_sizes(name):
+    (size,) = jax.export.symbolic_shape("unknown")
+    problem = dataclasses.replace(PROBLEM, **{name: size})
+    assert hopper_call.supports(problem, H200, "forward") == "needs sizes known when tracing, got symbolic unknown"
+
+
+_PROGRAM = """
+import json, sys
+import flax.nnx, jax, jax.numpy as jnp
+before = set(sys.modules)
+import fast_layers
+x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+text = str(fast_layers.explain(jax.grad(lambda x: fast_layers.mlp(x, x, x).astype(float).sum()), x))
+print(json.dumps([text, [name for name in set(sys.modules) - before if "pallas" in name or "mlp.hopper_" in name]]))
+"""
+
+
+def test_neither_import_nor_explain_loads_pallas():
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    text, loaded = json.loads(done.stdout)
+    assert "not hopper: " in text
+    assert loaded == ["fast_layers.ops.mlp.hopper_call"]

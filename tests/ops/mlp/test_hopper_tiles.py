@@ -1,0 +1,82 @@
+"""Tile choices of the Hopper matmul: what the hardware grants, what is refused, and what is chosen."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fast_layers.ops.mlp import config
+from fast_layers.ops.mlp.config import EpilogueNeeds, HopperMatmulTiles
+
+REGISTERS = 1 << 16
+WARPGROUP = 128
+NEEDS = {
+    "plain": EpilogueNeeds(),
+    "activate": EpilogueNeeds(writes=2, arithmetic=True),
+    "activate, nothing saved": EpilogueNeeds(arithmetic=True),
+    "activate, gated": EpilogueNeeds(products=2, writes=3, arithmetic=True),
+    "differentiate": EpilogueNeeds(reads=1, writes=2, sums=1, arithmetic=True),
+    "differentiate, gated": EpilogueNeeds(reads=2, writes=3, sums=2, arithmetic=True),
+    "two plain": EpilogueNeeds(products=2, writes=2),
+}
+
+
+def test_warpgroups_ask_for_no_more_registers_than_the_block_was_launched_with():
+    """A warpgroup that asks for more than is left of the launch's registers waits for ever."""
+    warpgroups = config.COMPUTE_WGS + 1
+    launched = min(REGISTERS // (warpgroups * WARPGROUP), 255) // 8 * 8
+    assert warpgroups * launched >= config.COMPUTE_WGS * config.COMPUTE_REGISTERS + config.LOAD_REGISTERS
+    assert config.COMPUTE_REGISTERS % 8 == 0
+    assert config.LOAD_REGISTERS % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"rows": 192}, "rows"),
+        ({"columns": 192}, "columns"),
+        ({"stages": 1}, "stages"),
+        ({"stages": 9}, "stages"),
+        ({"cluster": 4}, "cluster"),
+        ({"pieces": 3}, "pieces"),
+        ({"columns": 64, "pieces": 2}, "must divide the 1 pieces"),
+        ({"row_group": 0}, "row_group"),
+    ],
+)
+def test_impossible_tiles_reject_themselves(fields, reason):
+    with pytest.raises(ValueError, match=reason):
+        HopperMatmulTiles(**{"rows": 64, "columns": 128, **fields})
+
+
+def test_what_does_not_go_together_is_told():
+    assert "registers exceed 128" in (HopperMatmulTiles(128, 256).objection(NEEDS["plain"]) or "")
+    assert "registers exceed 128" in (HopperMatmulTiles(64, 256).objection(NEEDS["activate, gated"]) or "")
+    assert "shared memory exceed" in (HopperMatmulTiles(64, 256, stages=5).objection(NEEDS["plain"]) or "")
+    assert HopperMatmulTiles(64, 256, stages=4).objection(NEEDS["plain"]) is None
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_every_choice_is_possible_and_fits_the_problem(name):
+    needs = NEEDS[name]
+    sizes = (1, 7, 64, 65, 130, 512, 4096, 16384)
+    for rows, columns, depth in itertools.product(sizes, (8, 64, 72, 200, 2048, 65536), (8, 2048, 16384)):
+        tiles = HopperMatmulTiles.of(rows, columns, depth, needs)
+        assert tiles.objection(needs) is None
+        assert tiles.stages >= 3
+        assert tiles.columns < 2 * max(columns, 64)  # not mostly padding
+        assert tiles.block_rows * tiles.cluster < 2 * max(rows, 64)
+
+
+def test_the_choice_is_by_shape_and_epilogue():
+    def chosen(rows, columns, depth, name):
+        tiles = HopperMatmulTiles.of(rows, columns, depth, NEEDS[name])
+        return tiles.rows, tiles.columns, tiles.ping_pong, tiles.cluster
+
+    assert chosen(8192, 2048, 8192, "plain") == (64, 256, False, 2)
+    assert chosen(8192, 8192, 2048, "activate") == (128, 128, True, 2)
+    assert chosen(8192, 8192, 2048, "activate, gated") == (64, 128, True, 2)
+    assert chosen(8192, 8192, 2048, "differentiate, gated") == (128, 128, True, 2)
+    assert chosen(8192, 32768, 8192, "activate") == (64, 256, False, 2)  # the epilogue is a small part of it
+    assert chosen(200, 8192, 2048, "plain") == (64, 256, False, 1)  # no second tile of rows
+    assert chosen(1, 8192, 2048, "activate") == (64, 64, True, 1)
