@@ -27,8 +27,9 @@ class Backend:
     """One way to compute an op.
 
     `supports(problem, arch, pass_)` returns None, or the reason why not. `fwd` and `bwd` have the op's own
-    signatures. `automatic=False` is taken only by name. On the platforms in `fallback_on` a kernel is what users
-    expect, and strict mode makes taking this backend an error.
+    signatures. `automatic=False` is taken only by name; so is what `by_name_only(problem, arch, pass_)` gives a reason
+    for. On the platforms in `fallback_on` a kernel is what users expect, and strict mode makes taking this backend an
+    error.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Backend:
     fwd: Callable[..., Any]
     bwd: Callable[..., Any]
     automatic: bool = True
+    by_name_only: Callable[[Any, Arch, Pass], str | None] = lambda problem, arch, pass_: None
     fallback_on: frozenset[str] = frozenset()
 
 
@@ -198,6 +200,8 @@ def choose(
             reason = f'taken only by name: implementation="{backend.name}"'
         else:
             reason = backend.supports(problem, arch, pass_)
+            if reason is None and wanted is None and (why := backend.by_name_only(problem, arch, pass_)) is not None:
+                reason = f'{why}; take it by name: implementation="{backend.name}"'
         if reason is None:
             return Choice(pass_, arch, backend, tuple(refusals))
         refusals.append((backend.name, reason))

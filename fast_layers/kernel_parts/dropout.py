@@ -74,13 +74,18 @@ def keep_tile(
     return by_key.reshape(batch, heads, q_tile, kv_tile) >= threshold(rate)
 
 
-def philox4x32(counter, key, rounds: int = _ROUNDS):
-    """Four uint32 arrays from a counter of four and a key of two, broadcast against each other."""
+def philox4x32(counter, key, rounds: int = _ROUNDS, multiply_wide=None):
+    """Four uint32 arrays from a counter of four and a key of two, broadcast against each other.
+
+    `multiply_wide(a, b)` gives the (high, low) words of a constant times an array, where there is a better way than by
+    pieces of 16 bits.
+    """
+    multiply = _multiply_wide if multiply_wide is None else multiply_wide
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        high0, low0 = _multiply_wide(_MULTIPLIERS[0], c0)
-        high1, low1 = _multiply_wide(_MULTIPLIERS[1], c2)
+        high0, low0 = multiply(_MULTIPLIERS[0], c0)
+        high1, low1 = multiply(_MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = k0 + jnp.uint32(_WEYL[0]), k1 + jnp.uint32(_WEYL[1])
     return c0, c1, c2, c3

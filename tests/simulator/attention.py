@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.arch import Arch
 from fast_layers.dispatch import Backend
-from fast_layers.ops.attention import hopper_bwd, hopper_call, hopper_fwd
+from fast_layers.ops.attention import hopper_bias_grad, hopper_bwd, hopper_call, hopper_fwd
 from fast_layers.testing import ParityTable, Simulation, check_parity, simulate
 from fast_layers.testing.parity import Case
 
@@ -77,7 +77,7 @@ def only(pass_: str) -> Callable[..., str | None]:
 def patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
     """Attributes replaced, and the kernels traced anew inside."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (hopper_fwd, hopper_bwd):
+        for module in (hopper_fwd, hopper_bwd, hopper_bias_grad):
             # Without its jit, which would give back what was traced before.
             patch.setattr(module, "_launch", module._launch.__wrapped__)
         for target, name, value in patches:
@@ -181,4 +181,4 @@ def changed(module: Any, stand_in: StandIn, *patches: tuple[Any, str, Any]) -> I
 
 def forward_tiles(tiles: Any) -> tuple[Any, str, Any]:
     """A patch: these tiles whatever the problem."""
-    return hopper_fwd.HopperForwardTiles, "of", classmethod(lambda cls, problem: tiles)
+    return hopper_fwd.HopperForwardTiles, "of", classmethod(lambda cls, problem, measured=None: tiles)

@@ -6,7 +6,13 @@ from fast_layers.dispatch import Backend
 from fast_layers.ops.attention import blackwell_call, cudnn, hopper_call, reference, xla
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("hopper", hopper_call.supports, hopper_call.forward, hopper_call.backward),
+    Backend(
+        "hopper",
+        hopper_call.supports,
+        hopper_call.forward,
+        hopper_call.backward,
+        by_name_only=hopper_call.by_name_only,
+    ),
     Backend("blackwell", blackwell_call.supports, blackwell_call.forward, blackwell_call.backward, automatic=False),
     Backend("cudnn", cudnn.supports, cudnn.forward, cudnn.backward),
     Backend("xla", xla.supports, xla.forward, xla.backward, fallback_on=frozenset({"cuda", "rocm"})),

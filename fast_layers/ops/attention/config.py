@@ -57,6 +57,8 @@ def _fit(length: int, tile: int, multiple: int) -> int:
 HOPPER_SMEM_BYTES = 227 << 10
 """Shared memory that one block may have."""
 HOPPER_SMS = 132
+MAX_SHALLOW_DEPTH = 128
+"""Of the backward with two equal warpgroups: beyond, dK and dV of 64 keys do not fit in one."""
 _DEEPEST_RING = 8
 _MOST_SPLITS = 128
 _KEY_TILES_PER_SPLIT = 4
@@ -68,7 +70,7 @@ _SPLITTING_COST = 4
 def packs_heads(problem: Problem) -> bool:
     """Whether to make rows of the query heads that share a key/value head: if that saves a quarter of the tiles."""
     p = problem
-    if p.group == 1:
+    if p.group == 1 or p.per_score:
         return False
     apart, packed = p.group * -(-p.q_len // 64), -(-p.q_len * p.group // 64)
     return 4 * packed <= 3 * apart
@@ -137,12 +139,15 @@ class HopperForwardTiles:
         return inputs + out_bytes * self.q_tile * v_dim + 2048
 
     @classmethod
-    def of(cls, problem: Problem) -> HopperForwardTiles:
-        """For the queries as the kernel gets them, with heads packed into rows or not."""
+    def of(cls, problem: Problem, measured: HopperForwardTiles | None = None) -> HopperForwardTiles:
+        """For the queries as the kernel gets them, with heads packed into rows or not.
+
+        `measured` stands in for the rule where there are enough rows to fill the GPU.
+        """
         p = problem
         if p.q_len <= 64:
             return cls._of_few_rows(p)
-        tiles = cls._of_many_rows(p)
+        tiles = cls._of_many_rows(p) if measured is None else measured
         if p.batch * p.heads * -(-p.q_len // tiles.q_tile) >= HOPPER_SMS:
             return tiles
         # Three warpgroups' share of the registers has no room for the part's bounds.
@@ -177,11 +182,13 @@ class HopperForwardTiles:
         if deepest <= 64:
             if causal and longest <= 1024:
                 return cls(2, 128, stages=3, q_slots=2, blocks=HOPPER_SMS)
-            if p.mask.interval_arrays:
+            if p.mask.interval_arrays or p.per_score:
                 return cls(2, 128, stages=3)  # the mask's registers do not fit in three warpgroups' share
             persistent = longest <= (2048 if causal else 4096)
             return cls(3, 128, stages=3, q_slots=2 if persistent else 1, blocks=HOPPER_SMS if persistent else 0)
         if deepest <= 128:
+            if p.dropout_rate:
+                return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row
             persistent = not causal and p.kv_len <= 4096
             return cls(2, 128, blocks=HOPPER_SMS if persistent else 0)
         tiles = cls(2, 128 if p.v_dim <= 128 else 64, takes_turns=False)
@@ -210,6 +217,13 @@ class HopperBackwardTiles:
     @property
     def kv_tile(self) -> int:
         return 128
+
+    def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
+        """Of 16-bit tiles, and of dQ's in 32 bits; barriers and row vectors take less than the last 4 KiB."""
+        qk_dim, v_dim = -(-qk_dim // self.depth_multiple) * self.depth_multiple, -(-v_dim // 16) * 16
+        inputs = 2 * (self.kv_tile + self.stages * self.q_tile) * (qk_dim + v_dim)
+        d_scores, d_query = 2 * 2 * self.q_tile * self.kv_tile, 4 * self.q_tile * qk_dim
+        return inputs + d_scores + d_query + (4 << 10)
 
     @classmethod
     def of(cls, problem: Problem) -> HopperBackwardTiles:
@@ -241,9 +255,9 @@ class HopperDeepBackwardTiles:
     def weights_dtype(self, problem: Problem):
         return "float32" if self.exact_weights else problem.dtype
 
-    def smem_bytes(self, problem: Problem) -> int:
+    def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles; barriers and row vectors take less than the last 2 KiB."""
-        qk_dim, v_dim = -(-problem.qk_dim // 64) * 64, problem.v_dim
+        qk_dim = -(-qk_dim // self.depth_multiple) * self.depth_multiple
         tiles = 2 * 64 * ((1 + self.q_slots) * qk_dim + (1 + self.d_out_slots) * v_dim)
         weights = (4 if self.exact_weights else 2) + 2
         return tiles + 64 * 64 * weights + 2 * self.d_query_slots * 4 * 64 * 64 + (2 << 10)
@@ -254,5 +268,5 @@ class HopperDeepBackwardTiles:
         return next(
             tiles
             for tiles in (cls(2, 2, 2), cls(2, 2, 1), cls(2, 1, 1))
-            if tiles.smem_bytes(problem) <= HOPPER_SMEM_BYTES
+            if tiles.smem_bytes(problem.qk_dim, problem.v_dim) <= HOPPER_SMEM_BYTES
         )

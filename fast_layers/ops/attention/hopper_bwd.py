@@ -35,7 +35,8 @@ from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.kernel_parts.tile_order import TileOrder
-from fast_layers.ops.attention.config import HopperBackwardTiles, HopperDeepBackwardTiles
+from fast_layers.ops.attention import tuned
+from fast_layers.ops.attention.config import MAX_SHALLOW_DEPTH, HopperBackwardTiles, HopperDeepBackwardTiles
 from fast_layers.ops.attention.hopper_call import (
     ROWS,
     RowMask,
@@ -45,9 +46,10 @@ from fast_layers.ops.attention.hopper_call import (
     padded_depth,
     round_up,
 )
+from fast_layers.ops.attention.hopper_logits import LogitOperands, TileLogits
 from fast_layers.ops.attention.hopper_mask import WGMMA, TileMask, tanh
 from fast_layers.ops.attention.masks import MaskForm
-from fast_layers.ops.attention.problem import Inputs, Problem, Residuals, finite_or_zero
+from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals, finite_or_zero
 from fast_layers.ops.attention.xla import sink_gradient
 
 BY_QUERY = WGMMA.reduce(0)
@@ -58,12 +60,10 @@ _BITS = 30
 _LARGEST_EXPONENT = 120.0
 _ROUNDING = 1.25
 """By how much the bound on dQ grows: weights and dS are rounded to 16 bits, and exp2 is approximate."""
-MAX_SHALLOW_DEPTH = 128
-"""Beyond, dK and dV of 64 keys do not fit in one warpgroup: see hopper_bwd_deep."""
 
 
 class Operands(NamedTuple):
-    """lse and delta are what the products start from: -lse / scale (the plain -lse with a soft cap) and -delta."""
+    """lse and delta are what the products start from: -delta, and -lse / scale (with a soft cap or a bias, -lse)."""
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
@@ -75,22 +75,24 @@ class Operands(NamedTuple):
     """How many of dQ's integers make 1."""
     mask: RowMask | None
     q_span: Int[Array, "B|1 J 2"] | None
+    logits: LogitOperands
 
 
-def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array) -> Inputs:
-    """Gradients of all inputs, in the inputs' dtypes."""
+def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array, tiles: Any = None) -> Inputs:
+    """Gradients of all inputs, in the inputs' dtypes; `tiles` of the class for the depth."""
     p = problem
     inputs, aux, out, lse = residuals
+    tiles = tuned.find(p, "backward") if tiles is None else tiles
     if max(p.qk_dim, p.v_dim) > MAX_SHALLOW_DEPTH:
         from fast_layers.ops.attention import hopper_bwd_deep
 
-        tiles, launch = HopperDeepBackwardTiles.of(p), hopper_bwd_deep.launch
+        tiles, launch = tiles or HopperDeepBackwardTiles.of(p), hopper_bwd_deep.launch
     else:
-        tiles, launch = HopperBackwardTiles.of(p), _launch
+        tiles, launch = tiles or HopperBackwardTiles.of(p), _launch
     qk_dim, v_dim = padded_depth(p.qk_dim, tiles.depth_multiple), padded_depth(p.v_dim)
     query = inputs.query
     sees_none = lse == -jnp.inf
-    if aux.mask.start is not None or aux.mask.stop is not None or _band_misses_rows(p):
+    if any(x is not None for x in (aux.mask.start, aux.mask.stop, aux.mask.dense)) or _band_misses_rows(p):
         # Padding or documents. A hidden weight is 0, but 0 times NaN is NaN: so rows are made finite, and those that
         # were not start from NaN below, which reaches the keys that they see and no others.
         broken = ~(jnp.isfinite(query).all(-1) & jnp.isfinite(d_out).all(-1)).swapaxes(1, 2)
@@ -101,7 +103,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     delta = delta - jnp.where(sees_none, 0.0, d_lse)
     whole = round_up(p.q_len, tiles.q_tile)
     # A row that sees nothing, or that does not exist, starts from -inf: its weights are 2^-inf = 0.
-    start = jnp.where(jnp.isfinite(delta), -lse / (p.scale if p.softcap is None else 1.0), jnp.nan)
+    start = jnp.where(jnp.isfinite(delta), -lse / (p.scale if folds_lse(p) else 1.0), jnp.nan)
     start = jnp.where(sees_none, -jnp.inf, start)
     mask = RowMask.of(p, aux.mask, tiles.q_tile, tiles.kv_tile)
     units = _units(p, aux.mask, inputs.key, inputs.value, d_out, delta)
@@ -115,6 +117,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         pad_axis(units, whole, 2, 1.0),
         mask,
         None if mask is None else _query_span(p, mask, tiles.q_tile, tiles.kv_tile),
+        LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile, keys_first=True),
     )
     d_query, d_key, d_value = over_batch(functools.partial(launch, tiles))(p, operands)
     # Integers know no NaN; a row that starts from NaN has one in every weight.
@@ -123,8 +126,20 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         query=(d_query[:, : p.q_len, :, : p.qk_dim].astype(jnp.float32) * to_float).astype(p.dtype),
         key=d_key[:, : p.kv_len, :, : p.qk_dim],
         value=d_value[:, : p.kv_len, :, : p.v_dim],
+        bias=None if inputs.bias is None else _bias_gradient(p, inputs, aux, operands),
         sinks=None if inputs.sinks is None else sink_gradient(inputs.sinks, lse, delta),
     )
+
+
+def folds_lse(p: Problem) -> bool:
+    """Whether lse is what the scores' product starts from; else it is subtracted later."""
+    return p.softcap is None and p.bias is None
+
+
+def _bias_gradient(p: Problem, inputs: Inputs, aux: Aux, operands: Operands) -> Array:
+    from fast_layers.ops.attention import hopper_bias_grad
+
+    return hopper_bias_grad.attend_grad(p, inputs, aux, operands)
 
 
 def _band_misses_rows(p: Problem) -> bool:
@@ -139,8 +154,8 @@ def _band_misses_rows(p: Problem) -> bool:
 def _units(p: Problem, form: MaskForm, key: Array, value: Array, d_out: Array, delta: Array) -> Float[Array, "B N T"]:
     """A power of two for each row, by which |dQ| / scale and all its partial sums are less than 2^30.
 
-    dQ / scale = sum_s P_s (dO . V_s - delta) K_s with weights that sum to at most 1. What stands in padding, which no
-    row sees, does not count.
+    dQ / scale = sum_s P_s (dO . V_s - delta) K_s with weights that sum to at most 1; dO . V_s is 0 or more than itself
+    where weights are dropped. What stands in padding, which no row sees, does not count.
     """
     seen = _seen_keys(p, form)
 
@@ -153,7 +168,7 @@ def _units(p: Problem, form: MaskForm, key: Array, value: Array, d_out: Array, d
         x = x.astype(jnp.float32)
         return jnp.sqrt((x * x).sum(-1))
 
-    longest_value = largest(length(value))
+    longest_value = largest(length(value)) / (1.0 - p.dropout_rate)
     largest_key = largest(jnp.abs(key.astype(jnp.float32)).max(-1))
     bound = (
         length(finite_or_zero(d_out)).swapaxes(1, 2) * longest_value + jnp.abs(finite_or_zero(delta))
@@ -164,9 +179,12 @@ def _units(p: Problem, form: MaskForm, key: Array, value: Array, d_out: Array, d
 
 def _seen_keys(p: Problem, form: MaskForm) -> Bool[Array, "B|1 S"] | None:
     """The keys between the first and the last that any row of an example sees; None for all."""
+    by_some_row = (
+        None if form.dense is None else jnp.broadcast_to(form.dense.any((1, 2)), (form.dense.shape[0], p.kv_len))
+    )
     start, stop = form.intervals(p.q_len, p.kv_len)
     if start is None and stop is None:
-        return None
+        return by_some_row
     start = jnp.zeros((1, p.q_len), jnp.int32) if start is None else start
     stop = jnp.full((1, p.q_len), p.kv_len, jnp.int32) if stop is None else stop
     sees_some = start < stop
@@ -174,6 +192,7 @@ def _seen_keys(p: Problem, form: MaskForm) -> Bool[Array, "B|1 S"] | None:
     last = jnp.where(sees_some, stop, 0).max(1, keepdims=True)
     keys = jnp.arange(p.kv_len, dtype=jnp.int32)
     seen = (keys >= first) & (keys < last)
+    seen = seen if by_some_row is None else seen & by_some_row
     return seen if form.key_segments is None else seen & (form.key_segments >= 0)
 
 
@@ -202,7 +221,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         d_query_ref, d_key_ref, d_value_ref = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        mask = TileMask(p, q_tile, KV_TILE, inputs.mask)
+        logits = TileLogits(p, inputs.logits)
+        mask = TileMask(p, q_tile, KV_TILE, inputs.mask, logits)
         s = _Scratch(**scratch)
         head, kv_index = order.locate(block)
         example, kv_head = lax.div(head, p.kv_heads), lax.rem(head, p.kv_heads)
@@ -224,8 +244,9 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         def _compute():
             plgpu.set_max_registers(240, action="increase")
             keys = pl.ds(kv_index * KV_TILE + warpgroup * ROWS, ROWS)
-            d_key, d_value = compute(s, mask, d_query_ref, example, keys.start, warpgroup, steps, place)
-
+            d_key, d_value = compute(s, mask, logits, d_query_ref, example, keys.start, warpgroup, steps, place)
+            if p.dropout_rate:
+                d_value = d_value * logits.survived
             d_key = (d_key * p.scale).astype(p.dtype)
             own = pl.ds(warpgroup * ROWS, ROWS)
             for i in range(panels):
@@ -269,7 +290,9 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
 
         lax.fori_loop(0, steps, load_queries, None)
 
-    def compute(s: _Scratch, mask: TileMask, d_query_ref, example, k_start, warpgroup, steps, place):
+    def compute(
+        s: _Scratch, mask: TileMask, logits: TileLogits, d_query_ref, example, k_start, warpgroup, steps, place
+    ):
         own = pl.ds(warpgroup * ROWS, ROWS)
         key = [s.k_slot.at[i, own] for i in range(panels)]
         value = s.v_slot.at[warpgroup]
@@ -280,14 +303,20 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 make_finite(tile)
             plgpu.commit_smem()
 
-        def weights_and_gradients(score_acc, d_weight_acc, slot, q_index):
+        def weights_and_gradients(score_acc, d_weight_acc, slot, head, q_index):
+            """(weights, those that are kept, their gradients)."""
+            at = {"example": example, "head": head, "q_start": q_index * q_tile, "k_start": k_start, "q_axis": 1}
             query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
+            # Before the scores are there, since it takes many registers.
+            keep = logits.keep(shape=(ROWS, q_tile), **at).astype(p.dtype) if p.dropout_rate else None
             plgpu.barrier_wait(s.q_ready.at[slot])
             plgpu.barrier_wait(s.d_out_ready.at[slot])
             lse = by_query(plgpu.load(s.lse_slots.at[slot], layout=BY_QUERY))
-            if p.softcap is None:
+            delta = by_query(plgpu.load(s.delta_slots.at[slot], layout=BY_QUERY))
+            if folds_lse(p):
                 score_acc[...] = lse
-            d_weight_acc[...] = by_query(plgpu.load(s.delta_slots.at[slot], layout=BY_QUERY))
+            if not p.dropout_rate:
+                d_weight_acc[...] = delta
             for i in range(panels):
                 plgpu.wgmma(score_acc, key[i], query.at[:, i * panel : (i + 1) * panel].T)
             plgpu.wgmma(d_weight_acc, value, d_out.T)
@@ -297,17 +326,24 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 squashed = tanh(scores * (p.scale / p.softcap))
                 d_cap = (1.0 - squashed) * (1.0 + squashed)
                 scores, to_log2 = p.softcap * squashed + lse, LOG2_E
+            elif p.bias is not None:
+                scores, to_log2 = p.scale * scores + lse, LOG2_E
+            if p.bias is not None:
+                scores += logits.bias(shape=scores.shape, **at)
             if mask.hides:
 
                 def hide(scores):
-                    rows = mask.rows(example, q_index * q_tile, q_tile, 1)
-                    return mask.hide(scores, rows, example, q_index * q_tile, k_start, 1)
+                    return mask.hide(scores, mask.rows(example, q_index * q_tile, q_tile, 1), **at)
 
                 ragged = mask.ragged_for_keys(example, q_index, k_start, ROWS)
                 scores = lax.cond(ragged, hide, lambda x: x, scores)
             weights = jnp.exp2(scores * to_log2)
-            d_weights = plgpu.wgmma_accumulator_load(d_weight_acc, wait_n=0)
-            return weights, d_weights if d_cap is None else d_weights * d_cap
+            d_weights, kept = plgpu.wgmma_accumulator_load(d_weight_acc, wait_n=0), weights
+            if keep is not None:
+                keep = keep > 0
+                kept = jnp.where(keep, weights, 0.0)
+                d_weights = jnp.where(keep, d_weights * logits.survived, 0.0) + delta
+            return weights, kept, d_weights if d_cap is None else d_weights * d_cap
 
         # Of the 64 in a tile of queries whose dQ this warpgroup sums up.
         first_row = warpgroup * ROWS if by_rows else 0
@@ -331,13 +367,14 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             def step(i, units_before):
                 slot, buffer = lax.rem(i, ring), lax.rem(i, 2)
                 query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
-                weights, d_weights = pl.run_scoped(
-                    functools.partial(weights_and_gradients, slot=slot, q_index=place(i)[1]),
+                head, q_index = place(i)
+                weights, kept, d_weights = pl.run_scoped(
+                    functools.partial(weights_and_gradients, slot=slot, head=head, q_index=q_index),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                 )
                 units = plgpu.load(s.units_slots.at[slot, pl.ds(first_row, ROWS)], layout=BY_ROW, optimized=False)
-                plgpu.wgmma(d_value, weights.astype(p.dtype), d_out)
+                plgpu.wgmma(d_value, kept.astype(p.dtype), d_out)
                 d_scores = (weights * d_weights).astype(p.dtype)
 
                 @pl.when(i > 0)

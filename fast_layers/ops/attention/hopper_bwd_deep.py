@@ -36,8 +36,9 @@ from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention.config import HopperDeepBackwardTiles
-from fast_layers.ops.attention.hopper_bwd import BY_QUERY, BY_ROW, Operands, make_finite
+from fast_layers.ops.attention.hopper_bwd import BY_QUERY, BY_ROW, Operands, folds_lse, make_finite
 from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.hopper_logits import TileLogits
 from fast_layers.ops.attention.hopper_mask import WGMMA, TileMask, tanh
 from fast_layers.ops.attention.problem import Problem
 
@@ -64,7 +65,8 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         d_query_ref, d_key_ref, d_value_ref = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        mask = TileMask(p, q_tile, kv_tile, inputs.mask)
+        logits = TileLogits(p, inputs.logits)
+        mask = TileMask(p, q_tile, kv_tile, inputs.mask, logits)
         s = _Scratch(**scratch)
         head, kv_index = order.locate(block)
         example, kv_head = lax.div(head, p.kv_heads), lax.rem(head, p.kv_heads)
@@ -115,6 +117,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             d_value = d_value_of(
                 s,
                 mask,
+                logits,
                 example,
                 k_start,
                 steps,
@@ -124,6 +127,8 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                 d_query_product,
                 opaque_zero,
             )
+            if p.dropout_rate:
+                d_value = d_value * logits.survived
             # dS of the last step was there, so V's slot is no longer read.
             s.v_slot[...] = d_value.astype(p.dtype)
             plgpu.commit_smem()
@@ -133,7 +138,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         @pl.when(warpgroup == KEY_WG)
         def _keys():
             plgpu.set_max_registers(240, action="increase")
-            d_key = d_key_of(s, mask, steps, load_units, add_to_d_query, d_query_product, opaque_zero)
+            d_key = d_key_of(s, mask, logits, steps, load_units, add_to_d_query, d_query_product, opaque_zero)
             plgpu.barrier_wait(s.scores_consumed)  # K's slot is free once both have used it for dQ
             s.k_slot[0] = (d_key * p.scale).astype(p.dtype)
             plgpu.commit_smem()
@@ -168,6 +173,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     def d_value_of(
         s: _Scratch,
         mask: TileMask,
+        logits: TileLogits,
         example,
         k_start,
         steps,
@@ -198,26 +204,38 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             plgpu.wgmma(acc, s.k_slot.at[opaque_zero(step)], s.q_slots.at[slot].T)
 
         def weights_of(scores, step):
-            """P; for the key warpgroup it is written too, times the soft cap's derivative."""
+            """P as it is kept; for the key warpgroup P is written too, times the soft cap's derivative.
+
+            What is written is negative where it is dropped.
+            """
             # Past the last step, which a block that no query sees has none of, the tile may not exist.
-            q_index = jnp.minimum(place(step)[1], (p.q_len - 1) // q_tile)
+            head, q_index = place(step)
+            head, q_index = jnp.minimum(head, p.heads - 1), jnp.minimum(q_index, (p.q_len - 1) // q_tile)
+            at = {"example": example, "head": head, "q_start": q_index * q_tile, "k_start": k_start, "q_axis": 1}
             lse = by_query(plgpu.load(s.lse_slots.at[lax.rem(step, tiles.q_slots)], layout=BY_QUERY))
             to_log2, d_cap = p.scale * LOG2_E, None
             if p.softcap is not None:
                 squashed = tanh(scores * (p.scale / p.softcap))
                 d_cap = (1.0 - squashed) * (1.0 + squashed)
                 scores, to_log2 = p.softcap * squashed, LOG2_E
+            elif not folds_lse(p):
+                scores, to_log2 = p.scale * scores, LOG2_E
+            if p.bias is not None:
+                scores += logits.bias(shape=scores.shape, **at)
             scores = scores + lse  # before hiding: what is hidden from a row whose lse is NaN still weighs nothing
             if mask.hides:
 
                 def hide(scores):
-                    rows = mask.rows(example, q_index * q_tile, q_tile, 1)
-                    return mask.hide(scores, rows, example, q_index * q_tile, k_start, 1)
+                    return mask.hide(scores, mask.rows(example, q_index * q_tile, q_tile, 1), **at)
 
                 ragged = mask.ragged_for_keys(example, q_index, k_start, kv_tile) & (step < steps)
                 scores = lax.cond(ragged, hide, lambda x: x, scores)
             weights = jnp.exp2(scores * to_log2)
             handed_over = weights if d_cap is None else weights * d_cap
+            if p.dropout_rate:
+                keep = logits.keep(shape=scores.shape, **at)
+                handed_over = jnp.where(keep, handed_over, -handed_over)
+                weights = jnp.where(keep, weights, 0.0)
             s.weights[...] = handed_over.astype(s.weights.dtype)
             plgpu.commit_smem()
 
@@ -278,6 +296,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     def d_key_of(
         s: _Scratch,
         mask: TileMask,
+        logits: TileLogits,
         steps,
         load_units,
         add_to_d_query,
@@ -301,15 +320,21 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                 units = load_units(slot)
 
                 def d_weights_of(acc):
-                    acc[...] = by_query(plgpu.load(s.delta_slots.at[slot], layout=BY_QUERY))
+                    delta = by_query(plgpu.load(s.delta_slots.at[slot], layout=BY_QUERY))
+                    if not p.dropout_rate:
+                        acc[...] = delta
                     plgpu.commit_smem()  # what was read here is refilled by TMA
                     plgpu.wgmma(acc, s.v_slot, s.d_out_slots.at[slot].T)
-                    return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+                    return plgpu.wgmma_accumulator_load(acc, wait_n=0), delta
 
-                d_weights = pl.run_scoped(d_weights_of, plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32))
+                d_weights, delta = pl.run_scoped(d_weights_of, plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32))
                 plgpu.barrier_arrive(s.d_out_consumed.at[slot])
                 plgpu.barrier_wait(s.weights_ready)
-                d_scores = (plgpu.load(s.weights, layout=WGMMA).astype(jnp.float32) * d_weights).astype(p.dtype)
+                weights = plgpu.load(s.weights, layout=WGMMA).astype(jnp.float32)
+                if p.dropout_rate:
+                    d_weights = jnp.where(weights > 0, d_weights * logits.survived, 0.0) + delta
+                    weights = jnp.abs(weights)
+                d_scores = (weights * d_weights).astype(p.dtype)
 
                 @pl.when(i > 0)
                 def _wait_consumed():

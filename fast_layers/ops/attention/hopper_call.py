@@ -54,15 +54,19 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     deepest = MAX_DEPTH if pass_ == "forward" else MAX_BACKWARD_DEPTH
     if max(p.qk_dim, p.v_dim) > deepest:
         return f"the {pass_} kernel takes depths up to {deepest}, got {p.qk_dim} and {p.v_dim}"
-    if p.bias is not None:
-        return "takes no bias"
-    if p.mask.dense is not None:
-        return "takes no dense mask; express it as a structured one (fast_layers.masks)"
-    if p.dropout_rate:
-        return "has no dropout"
+    if p.bias_dtype not in (None, jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"takes a bias in bfloat16, float16 and float32, got {p.bias_dtype}; cast it"
     if p.scale <= 0:
         return f"needs a scale > 0, got {p.scale:g}"
     return None
+
+
+def by_name_only(problem: Problem, arch: Arch, pass_) -> str | None:
+    """What no GPU has run yet."""
+    p = problem
+    has = (("bias", p.bias is not None), ("dense mask", p.mask.dense is not None), ("dropout", bool(p.dropout_rate)))
+    untried = " and ".join(name for name, present in has if present)
+    return f"no GPU has run this kernel with {untried} yet" if untried else None
 
 
 def may_be_partitioned() -> bool:
@@ -170,7 +174,7 @@ def _one_segment(start, stop, query_ids, key_ids):
     return (at(run, start) == at(run, stop - 1)) & (at(key_ids, start) == query_ids)
 
 
-_SHARED = frozenset({"sinks", "mask", "q_span"})
+_SHARED = frozenset({"sinks", "mask", "q_span", "logits"})
 
 
 def over_batch(run: Callable[[Problem, Any], Any]) -> Callable[[Problem, Any], Any]:

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder, snake, turns
-from fast_layers.ops.attention import packed_heads, split_kv
+from fast_layers.ops.attention import packed_heads, split_kv, tuned
 from fast_layers.ops.attention.config import HopperForwardTiles, packs_heads
 from fast_layers.ops.attention.hopper_call import (
     ROWS,
@@ -44,6 +44,7 @@ from fast_layers.ops.attention.hopper_call import (
     padded_depth,
     round_up,
 )
+from fast_layers.ops.attention.hopper_logits import LogitOperands, TileLogits
 from fast_layers.ops.attention.hopper_mask import WGMMA, Span, TileMask, mend_broken_rows, tanh
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 
@@ -56,6 +57,7 @@ class _Operands(NamedTuple):
     value: Float[Array, "B S K V"]
     sinks: Float[Array, "B|1 N T|1"] | None
     mask: RowMask | None
+    logits: LogitOperands
 
 
 def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles | None = None):
@@ -66,7 +68,7 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles
         form = packed_heads.pack_mask(p, form)
         p = packed_heads.pack_problem(p, form)
         query = packed_heads.pack(query, p.kv_heads)
-    tiles = HopperForwardTiles.of(p) if tiles is None else tiles
+    tiles = HopperForwardTiles.of(p, tuned.find(p, "forward")) if tiles is None else tiles
     qk_dim, v_dim = padded_depth(p.qk_dim), padded_depth(p.v_dim)
     operands = _Operands(
         pad_for_tma(query, ROWS, qk_dim),
@@ -74,6 +76,7 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles
         pad_for_tma(inputs.value, tiles.kv_tile, v_dim),
         None if sinks is None or tiles.splits > 1 else _by_row(sinks, p, tiles.q_tile),
         RowMask.of(p, form, tiles.q_tile, tiles.kv_tile),
+        LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile),
     )
     group = problem.group if packs else 1
     out, lse = over_batch(functools.partial(_launch, tiles, group))(p, operands)
@@ -112,7 +115,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: _Operan
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         out_ref, lse_ref = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        mask = TileMask(p, tiles.q_tile, kv_tile, inputs.mask)
+        logits = TileLogits(p, inputs.logits)
+        mask = TileMask(p, tiles.q_tile, kv_tile, inputs.mask, logits)
         s = _Scratch(**{"out_slots": None, **scratch})
 
         def piece(turn) -> _Piece:
@@ -157,7 +161,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: _Operan
                 plgpu.barrier_arrive(s.turn.at[0])
 
             each_piece(
-                functools.partial(compute, mask, inputs, s, out_ref, lse_ref, warpgroup),
+                functools.partial(compute, mask, logits, inputs, s, out_ref, lse_ref, warpgroup),
                 without_keys=functools.partial(see_nothing, s, lse_ref, warpgroup),
             )
 
@@ -224,7 +228,18 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: _Operan
         load_kv(span.first, first=True)
         lax.fori_loop(span.first + 1, span.last, lambda j, _: load_kv(j), None)
 
-    def compute(mask: TileMask, inputs: Any, s: _Scratch, out_ref, lse_ref, warpgroup, piece: _Piece, turn, steps):
+    def compute(
+        mask: TileMask,
+        logits: TileLogits,
+        inputs: Any,
+        s: _Scratch,
+        out_ref,
+        lse_ref,
+        warpgroup,
+        piece: _Piece,
+        turn,
+        steps,
+    ):
         example, head, q_index, out_index, span = piece
         q_slot = lax.rem(turn, tiles.q_slots) * wgs + warpgroup
         q_start = q_index * tiles.q_tile + warpgroup * ROWS
@@ -247,11 +262,16 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: _Operan
             to_log2 = p.scale * LOG2_E
             if p.softcap is not None:
                 scores, to_log2 = tanh(scores * (p.scale / p.softcap)), p.softcap * LOG2_E
+            at = {"example": example, "head": head, "q_start": q_start, "k_start": j * kv_tile, "q_axis": 0}
+            if p.bias is not None:
+                scores = scores * (to_log2 / LOG2_E) + logits.bias(shape=scores.shape, **at)
+                to_log2 = LOG2_E
             if mask.hides:
                 # One branch, not two loops: between loops ptxas moves the registers that a wgmma in flight still reads.
-                hide = functools.partial(mask.hide, rows=rows, example=example, q_start=q_start, q_axis=0)
-                scores = lax.cond(span.ragged(j), lambda x: hide(x, k_start=j * kv_tile), lambda x: x, scores)
+                scores = lax.cond(span.ragged(j), lambda x: mask.hide(x, rows=rows, **at), lambda x: x, scores)
             state, weights, rescale = state.step(scores, to_log2)
+            if p.dropout_rate:
+                weights = jnp.where(logits.keep(shape=scores.shape, **at), weights, 0.0)
             return state, weights.astype(p.dtype), rescale
 
         def over_keys(out):
@@ -279,7 +299,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: _Operan
                     plgpu.wgmma(acc, query, s.k_slots.at[k_slot].T)
                     plgpu.wgmma(out, weights, s.v_slots.at[v_slot])
                     pass_turn()
-                    return plgpu.wgmma_accumulator_load(acc, wait_n=1)  # out's product goes on
+                    # out's product goes on; but with dropout ptxas gives the next weights the registers that it reads.
+                    return plgpu.wgmma_accumulator_load(acc, wait_n=0 if p.dropout_rate else 1)
 
                 scores = pl.run_scoped(both_products, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
                 plgpu.barrier_arrive(s.k_consumed.at[k_slot])
@@ -309,6 +330,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: _Operan
             state, rescale = state.join(sink * LOG2_E)
             out = out * by_row(rescale, v_dim)
         normaliser, lse = state.finish()
+        if p.dropout_rate:
+            normaliser = normaliser * logits.survived
         out_slot = query if s.out_slots is None else s.out_slots.at[warpgroup]
         lse_slot = s.lse_slots.at[warpgroup]
         out_slot[...] = (out * by_row(normaliser, v_dim)).astype(out_dtype)

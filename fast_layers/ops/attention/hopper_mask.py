@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import swizzled_columns
 from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.hopper_logits import TileLogits
 from fast_layers.ops.attention.problem import Problem
 
 WGMMA = plgpu.Layout.WGMMA
@@ -50,13 +51,15 @@ class Rows(NamedTuple):
 
 
 class TileMask:
-    """`refs` are a `RowMask`'s arrays in the GPU's memory, None for a static band."""
+    """`refs` are a `RowMask`'s arrays in the GPU's memory, None for a static band; a dense mask comes with `logits`."""
 
     layout: Any = WGMMA
     """Of scores in registers."""
 
-    def __init__(self, problem: Problem, q_tile: int, kv_tile: int, refs: Any):
+    def __init__(self, problem: Problem, q_tile: int, kv_tile: int, refs: Any, logits: TileLogits | None = None):
         self.problem, self.q_tile, self.kv_tile, self.refs = problem, q_tile, kv_tile, refs
+        self.logits = logits
+        self.dense = logits is not None and logits.refs.dense is not None
         band = problem.mask.band
         self.low, self.high = (None, None) if band is None else (band.low, band.high)
         self.cuts_keys = problem.kv_len % kv_tile != 0
@@ -64,12 +67,12 @@ class TileMask:
     @property
     def hides(self) -> bool:
         """Whether any score may be hidden at all."""
-        return self.refs is not None or self.low is not None or self.high is not None or self.cuts_keys
+        return self.hides_real_keys or self.cuts_keys
 
     @property
     def hides_real_keys(self) -> bool:
         """Whether a key that exists may be hidden from a row of a tile that is visited."""
-        return self.refs is not None or self.low is not None or self.high is not None
+        return self.refs is not None or self.low is not None or self.high is not None or self.dense
 
     def key_span(self, example: Any, q_index: Any) -> Span:
         """The key tiles of a query tile; at least one, so that a loop over them has a first."""
@@ -87,6 +90,8 @@ class TileMask:
                 last, full_last = (jnp.clip(q_start + self.high + 1 + d, 0, keys) for d in (size - 1, 0))
         last_tile = lax.div(last + (tile - 1), tile)
         first_tile = jnp.minimum(lax.div(first, tile), (keys - 1) // tile)
+        if self.dense:
+            full_last = jnp.int32(0)  # any tile may be ragged
         return Span(
             first_tile,
             jnp.maximum(last_tile, first_tile + 1),
@@ -111,6 +116,8 @@ class TileMask:
 
     def ragged_for_keys(self, example: Any, q_index: Any, k_start: Any, keys: int) -> Any:
         """Whether some row of a query tile does not see some of `keys` keys from `k_start` on."""
+        if self.dense:
+            return k_start >= 0  # any tile may be ragged
         if self.refs is not None:
             tiles = self.refs.tiles.at[self._shared(self.refs.tiles, example), q_index]
             return (tiles[2] > k_start) | (tiles[3] < k_start + keys)
@@ -132,8 +139,10 @@ class TileMask:
             load(refs.start), load(refs.stop), None if refs.query_segments is None else load(refs.query_segments)
         )
 
-    def hide(self, scores: Any, rows: Rows | None, example: Any, q_start: Any, k_start: Any, q_axis: int) -> Any:
-        """-inf in place of the scores that the mask hides."""
+    def hide(
+        self, scores: Any, rows: Rows | None, example: Any, q_start: Any, k_start: Any, q_axis: int, head: Any = None
+    ) -> Any:
+        """-inf in place of the scores that the mask hides; `head` matters to a dense mask only."""
         shape, k_axis = scores.shape, 1 - q_axis
         key = plgpu.broadcasted_iota(jnp.int32, shape, k_axis, layout=self.layout) + k_start
         conditions = []
@@ -152,6 +161,8 @@ class TileMask:
                 conditions.append(key <= query + self.high)
             if self.cuts_keys:
                 conditions.append(key < self.problem.kv_len)
+        if self.logits is not None and self.dense:
+            conditions.append(self.logits.visible(example, head, q_start, k_start, shape, q_axis))
         return jnp.where(functools.reduce(jnp.logical_and, conditions), scores, -jnp.inf)
 
     def _load(self, ref: Any, example: Any, start: Any, size: int, axis: int) -> Any:

@@ -81,6 +81,11 @@ class Problem:
         return self.heads // self.kv_heads
 
     @property
+    def per_score(self) -> bool:
+        """Whether single scores have something of their own: a bias, a place in a dense mask, a keep decision."""
+        return self.bias is not None or self.mask.dense is not None or bool(self.dropout_rate)
+
+    @property
     def accumulator_dtype(self) -> jnp.dtype:
         """Scores, softmax, lse and sums: float32, or float64 for float64 inputs."""
         return jnp.dtype(jnp.float64 if self.dtype == jnp.float64 else jnp.float32)

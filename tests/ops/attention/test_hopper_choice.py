@@ -72,11 +72,16 @@ REFUSED = {
     "float32": ({"dtype": jnp.float32}, "takes bfloat16 and float16, got float32; cast the inputs"),
     "too deep": ({"q": (2, 130, 4, 264)}, "got 264 and 264"),
     "values too deep": ({"v_dim": 272}, "got 64 and 272"),
-    "bias": ({"bias": np.zeros((130, 130), jnp.bfloat16)}, "takes no bias"),
-    "boolean mask": ({"mask": np.ones((130, 130), bool)}, "takes no dense mask; express it as a structured one"),
-    "dropout": ({"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "has no dropout"),
     "scale 0": ({"scale": 0.0}, "needs a scale > 0, got 0"),
     "negative scale": ({"scale": -0.5}, "needs a scale > 0, got -0.5"),
+}
+BIAS, MASK = np.zeros((130, 130), jnp.bfloat16), np.ones((130, 130), bool)
+DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+BY_NAME_ONLY = {
+    "bias": ({"bias": BIAS}, "no GPU has run this kernel with bias yet"),
+    "boolean mask": ({"mask": MASK}, "no GPU has run this kernel with dense mask yet"),
+    "dropout": (DROPOUT, "no GPU has run this kernel with dropout yet"),
+    "all three": ({"bias": BIAS, "mask": MASK, **DROPOUT}, "no GPU has run this kernel with bias and dense mask and"),
 }
 
 
@@ -111,6 +116,19 @@ def test_refuses_with_the_reason(options, words):
         choice = choose(api.BACKENDS, problem, H200, pass_)
         assert choice.backend.name != "hopper"
         assert words in dict(choice.refusals)["hopper"]
+
+
+@pytest.mark.parametrize(("options", "words"), BY_NAME_ONLY.values(), ids=BY_NAME_ONLY)
+def test_takes_what_no_gpu_has_run_only_by_name(options, words):
+    problem = _problem(**options)
+    for pass_ in PASSES:
+        assert hopper_call.supports(problem, H200, pass_) is None
+        assert choose(api.BACKENDS, problem, H200, pass_, wanted="hopper").backend.name == "hopper"
+        choice = choose(api.BACKENDS, problem, H200, pass_)
+        assert choice.backend.name != "hopper"
+        reason = dict(choice.refusals)["hopper"]
+        assert reason.startswith(words)
+        assert reason.endswith('take it by name: implementation="hopper"')
 
 
 @pytest.mark.parametrize(
@@ -203,4 +221,5 @@ def test_neither_import_nor_explain_loads_pallas():
     )
     text, loaded = json.loads(done.stdout)
     assert "not hopper: " in text
-    assert loaded == ["fast_layers.ops.attention.hopper_call"]
+    assert "fast_layers.ops.attention.hopper_call" in loaded
+    assert all(name.endswith(".hopper_call") for name in loaded)
