@@ -1,12 +1,13 @@
-"""Trains a byte-level language model with fast_layers.FlashMHA, on real text that is on every machine.
+"""Trains a byte-level language model with fast_layers, on real text that is on every machine.
 
     python examples/train_lm.py                          # two minutes on a laptop, into runs/lm
+    python examples/train_lm.py --arch mamba2            # a Mamba-2 in place of the transformer, or --arch hybrid
     python examples/train_lm.py --resume                 # continues it after a kill, bit for bit
     python examples/train_lm.py --preset 350M --data ~/books --out runs/books     # on a GPU
     python examples/train_lm.py --verify-gradients       # the whole model's gradient against Flax
 
 The parts lie beside this file in lm/: config, data, model, training, checkpoints, run_dir, report, sampling
-and gradient_check.
+flax_mamba2 and gradient_check.
 """
 
 import argparse
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace, given: dict[str, Any], console: Console) -> in
     run_dir.truncate_metrics(start)
 
     console.print(
-        f"{model.parameter_count(config):,} parameters, {config.attention} attention, {config.mlp} MLP, "
+        f"{config.arch}, {model.parameter_count(config):,} parameters, {_layers(config)}, "
         f"{config.dtype}, {jax.device_count()} x {jax.devices()[0].device_kind}"
     )
     try:
@@ -149,6 +150,12 @@ def run(args: argparse.Namespace, given: dict[str, Any], console: Console) -> in
         console.rule("sample")
         console.print(text.encode(encoding, "replace").decode(encoding), soft_wrap=True)
     return 0
+
+
+def _layers(config: Config) -> str:
+    """Which implementations the model is made of."""
+    attention = [f"{config.attention} attention", f"{config.mlp} MLP"] if config.arch != "mamba2" else []
+    return ", ".join([*attention, *([f"{config.mamba} Mamba-2"] if config.arch != "transformer" else [])])
 
 
 def train(

@@ -20,11 +20,14 @@ class Config:
     """Everything that decides a run's losses. The defaults are the preset cpu-small."""
 
     preset: str = _option("cpu-small", "sizes to start from; any other flag overrides its entry")
-    layers: int = _option(4, "transformer blocks")
+    arch: str = _option("transformer", "attention in all blocks, Mamba-2 in all, or mostly Mamba-2 (hybrid)")
+    layers: int = _option(4, "blocks")
     width: int = _option(128, "features of the residual stream")
     heads: int = _option(4, "query heads")
     kv_heads: int = _option(2, "key and value heads, shared by heads / kv-heads query heads each")
     mlp_width: int = _option(384, "hidden features of the gated MLP")
+    ssm_state: int = _option(64, "numbers that each channel of a Mamba-2 head remembers")
+    ssm_head_dim: int = _option(64, "channels of a Mamba-2 head; there are twice the width in all")
     seq_len: int = _option(256, "bytes per row")
     batch_size: int = _option(16, "rows per step, over all devices and micro-batches")
     accumulate: int = _option(1, "micro-batches per step, whose gradients are summed")
@@ -36,6 +39,7 @@ class Config:
     dtype: str = _option("float32", "dtype of the computation; parameters are float32 always")
     remat: bool = _option(False, "recompute each block in the backward pass instead of storing it")
     attention: str = _option("flash", "fast_layers.FlashMHA, or Flax's own layer with a dense mask")
+    mamba: str = _option("fused", "fast_layers.Mamba2, or the same layer written out in Flax")
     mlp: str = _option("fused", "fast_layers.FusedMLP, or the same MLP of Flax's linear layers")
     seed: int = _option(0, "seed of the initial parameters and of the order of the data")
     data: str | None = _option(None, "a file or folder of text (default: Python's standard library)")
@@ -52,6 +56,8 @@ class Config:
             "heads",
             "kv_heads",
             "mlp_width",
+            "ssm_state",
+            "ssm_head_dim",
             "batch_size",
             "accumulate",
             "steps",
@@ -67,6 +73,10 @@ class Config:
             raise UserError(
                 f"{_shown(self, 'width')} / {_shown(self, 'heads')} gives heads of {self.head_dim} features, "
                 "but rotary embedding turns pairs; change either so that it is even"
+            )
+        if self.arch != "transformer" and 2 * self.width % self.ssm_head_dim:
+            raise UserError(
+                f"twice {_shown(self, 'width')} is not divisible by {_shown(self, 'ssm_head_dim')}; change either"
             )
         for name in ("learning_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
@@ -104,14 +114,25 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"layers": 16, "width": 2048, "heads": 16, "kv_heads": 4, "mlp_width": 8192}
     | {"batch_size": 256, "accumulate": 16, "steps": 10_000, "learning_rate": 2.5e-4},
 }
+# Blocks of other architectures are of another size, so that it takes more of them for as many parameters.
+_LAYERS: dict[str, dict[str, int]] = {
+    "transformer": {},
+    "mamba2": {"cpu-small": 4, "125M": 34, "350M": 54, "1B": 39},
+    "hybrid": {"cpu-small": 4, "125M": 24, "350M": 40, "1B": 28},
+}
 CHOICES = {
     "preset": tuple(PRESETS),
+    "arch": tuple(_LAYERS),
     "dtype": ("float32", "bfloat16"),
     "attention": ("flash", "flax"),
+    "mamba": ("fused", "flax"),
     "mlp": ("fused", "flax"),
 }
 
 
 def from_flags(given: dict[str, Any]) -> Config:
     """The preset, overridden by the flags that were given."""
-    return Config(**(PRESETS[given.get("preset", "cpu-small")] | given))
+    preset = given.get("preset", "cpu-small")
+    layers = _LAYERS[given.get("arch", "transformer")].get(preset)
+    sizes: dict[str, Any] = PRESETS[preset] | ({} if layers is None else {"layers": layers})
+    return Config(**(sizes | given))

@@ -16,7 +16,10 @@ from .training import Trainer
 # terms that meet in an entry. Mistakes are far above: a dropped term or a wrong mask shows in the first
 # digits, a bfloat16 in the third.
 LIMIT = 1e-5
-_LAYERS = {"ours": {"attention": "flash", "mlp": "fused"}, "flax": {"attention": "flax", "mlp": "flax"}}
+_LAYERS = {
+    "ours": {"attention": "flash", "mamba": "fused", "mlp": "fused"},
+    "flax": {"attention": "flax", "mamba": "flax", "mlp": "flax"},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +70,9 @@ def _by_path(state: nnx.State) -> dict[str, np.ndarray]:
 def _group(path: str) -> str:
     """The parameter group of a path such as blocks/0/attention/query/kernel."""
     names = path.split("/")
-    if "attention" in names:
-        return f"attention {names[names.index('attention') + 1]}"
+    for layer in ("attention", "mamba"):
+        if layer in names:
+            return f"{layer} {names[names.index(layer) + 1]}"
     if any(name.endswith("norm") for name in names):
         return "norms"
     return "mlp" if "mlp" in names else names[0]

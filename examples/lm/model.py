@@ -1,4 +1,4 @@
-"""The decoder-only language model: RMSNorm, rotary grouped-query attention, gated MLP.
+"""The decoder-only language model: blocks of rotary grouped-query attention and a gated MLP, or of Mamba-2.
 
 B: rows. T: bytes per row. D: width. V: 256 byte values.
 """
@@ -14,6 +14,7 @@ from flax import nnx
 import fast_layers
 
 from .config import VOCAB, Config
+from .flax_mamba2 import FlaxMamba2
 
 ROPE_THETA = 10_000.0
 
@@ -54,7 +55,12 @@ MLP: dict[str, Any] = {
 }
 
 
+MAMBA: dict[str, Any] = {"fused": fast_layers.Mamba2, "flax": FlaxMamba2}
+
+
 class Block(nnx.Module):
+    """A transformer's block."""
+
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         # Each block adds twice to the residual stream, whose variance should not grow with depth.
@@ -77,13 +83,44 @@ class Block(nnx.Module):
         x += self.attention(self.attention_norm(x), segment_ids=segment_ids, is_causal=True, decode=decode)
         return x + self.mlp(self.mlp_norm(x))
 
+    def init_cache(self, batch_size: int, max_len: int) -> None:
+        self.attention.init_cache((batch_size, max_len, self.attention.in_features), dtype=self.attention.dtype)
 
-class Transformer(nnx.Module):
+
+class MambaBlock(nnx.Module):
+    """A block of Mamba-2, whose gate and wide projections do the work of an MLP."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        dtype = jnp.dtype(config.dtype)
+        self.mamba_norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
+        self.mamba = MAMBA[config.mamba](
+            config.width,
+            d_state=config.ssm_state,
+            headdim=config.ssm_head_dim,
+            n_layer=config.layers,
+            dtype=dtype,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None, decode: bool = False) -> jax.Array:
+        return x + self.mamba(self.mamba_norm(x), segment_ids=segment_ids, decode=decode)
+
+    def init_cache(self, batch_size: int, max_len: int) -> None:
+        self.mamba.init_cache((batch_size, max_len, self.mamba.options.d_model))  # of a size that max_len leaves alone
+
+
+def has_attention(config: Config, layer: int) -> bool:
+    """Whether block number `layer` is a transformer's: in a hybrid the second of every four."""
+    return config.arch == "transformer" or (config.arch == "hybrid" and layer % 4 == 1)
+
+
+class LanguageModel(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         self.remat = config.remat
         self.embed = nnx.Embed(VOCAB, config.width, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        kinds = [Block if has_attention(config, layer) else MambaBlock for layer in range(config.layers)]
+        self.blocks = nnx.List([kind(config, rngs=rngs) for kind in kinds])
         self.final_norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
         # Small, so that the first predictions are nearly uniform and the first loss is ln 256 = 5.55.
         head_init = nnx.initializers.normal(0.01)
@@ -91,21 +128,21 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *, decode: bool = False) -> jax.Array:
         """Next-byte logits float32 [B, T, V] for tokens [B, T]; decode continues the caches."""
-        block = nnx.remat(Block.__call__, static_argnums=3) if self.remat and not decode else Block.__call__
         x = self.embed(tokens)
         for layer in self.blocks:
+            block: Any = type(layer).__call__
+            block = nnx.remat(block, static_argnums=3) if self.remat and not decode else block
             x = block(layer, x, segment_ids, decode)
         return self.head(self.final_norm(x)).astype(jnp.float32)
 
     def init_cache(self, batch_size: int, max_len: int) -> None:
-        """Gives every attention layer an empty cache for max_len bytes."""
+        """Gives every block an empty cache for max_len bytes."""
         for layer in self.blocks:
-            attention = layer.attention
-            attention.init_cache((batch_size, max_len, attention.in_features), dtype=attention.dtype)
+            layer.init_cache(batch_size, max_len)
 
 
-def create(config: Config) -> Transformer:
-    return Transformer(config, rngs=nnx.Rngs(config.seed))
+def create(config: Config) -> LanguageModel:
+    return LanguageModel(config, rngs=nnx.Rngs(config.seed))
 
 
 def parameter_count(config: Config) -> int:
@@ -122,8 +159,11 @@ def flops_per_token(config: Config) -> float:
 
     Each parameter of a matrix product is used by 2 operations forward and 4 backward. The embedding is looked
     up. The two attention products take 2 * 2 * width operations per visible key forward, and causality shows
-    half of them.
+    half of them. Mamba-2's recurrence updates and reads ssm_state numbers for each of 2 * width channels, 2
+    operations each.
     """
     matrices = sum(math.prod(shape) for shape in _shapes(config) if len(shape) > 1) - VOCAB * config.width
-    attention = config.layers * 2 * 2 * config.width * config.seq_len / 2
-    return 6 * matrices + 3 * attention
+    attention = 2 * 2 * config.width * config.seq_len / 2
+    recurrence = 2 * 2 * (2 * config.width) * config.ssm_state
+    mixing = sum(attention if has_attention(config, layer) else recurrence for layer in range(config.layers))
+    return 6 * matrices + 3 * mixing

@@ -1,4 +1,4 @@
-"""Continues a prompt byte by byte, with FlashMHA's key-value cache."""
+"""Continues a prompt byte by byte, with the caches of attention and the states of Mamba-2."""
 
 import dataclasses
 import functools
@@ -15,8 +15,8 @@ from .config import Config
 def sample(config: Config, params: nnx.State, prompt: bytes, length: int, temperature: float) -> bytes:
     """Draws length bytes after a prompt. A temperature of 0 takes the likeliest byte each time."""
     # Flax's layer rotates cached keys anew with positions of the query, so only FlashMHA decodes with rotary
-    # embedding. It holds the same parameter tree, whichever layer trained it.
-    config = dataclasses.replace(config, attention="flash")
+    # embedding, and the written-out Mamba-2 keeps no state. Ours hold the same parameter tree, whichever trained it.
+    config = dataclasses.replace(config, attention="flash", mamba="fused")
     graphdef = nnx.split(nnx.eval_shape(lambda: model.create(config)), nnx.Param)[0]
     decoder = nnx.merge(graphdef, jax.device_put(params, jax.devices()[0]))
     decoder.init_cache(1, len(prompt) + length)
