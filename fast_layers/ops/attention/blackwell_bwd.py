@@ -297,10 +297,7 @@ def _launch(own: Own, tiles: BlackwellBackwardTiles, p: Problem, operands: _Oper
                 to_log2 = p.softcap * LOG2_E
             logits = [x * to_log2 - of_queries(lse, s.lse_slots, c) for x, c in zip(logits, columns, strict=True)]
             if mask.hides:
-                if owns_keys:
-                    ragged = mask.ragged_for_keys(example, tile, own_start, ROWS)
-                else:
-                    ragged = block.span.ragged(tile)
+                ragged = mask.ragged_for_keys(example, tile, own_start, ROWS) if owns_keys else block.span.ragged(tile)
                 logits = lax.cond(ragged, functools.partial(hide, tile=tile), lambda x: x, logits)
             for part, c in enumerate(columns):
                 weights = jnp.exp2(logits[part])

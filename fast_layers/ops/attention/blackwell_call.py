@@ -1,4 +1,4 @@
-"""What Blackwell's attention kernels take. They are simulated and compiled; no GPU has run them."""
+"""What Blackwell's attention kernels take, and why they are taken by name only."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ MAX_DEPTH = {"forward": 256, "backward": 128}
 def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     p = problem
     if arch.platform != "cuda" or arch.capability not in CAPABILITIES:
-        return (
-            "needs an NVIDIA GPU of compute capability 10.0 (B200) or 10.3 (B300), and no such GPU has run it yet: it "
-            f"is simulated and compiled only; got {arch}"
-        )
+        return f"needs an NVIDIA GPU of compute capability 10.0 (B200) or 10.3 (B300), got {arch}"
     if may_be_partitioned():
         return (
             "several GPUs are here, and XLA cannot split this kernel by itself: call inside jax.shard_map, or shard "
@@ -31,8 +28,6 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     if not all(isinstance(size, int) for size in sizes):
         symbolic = ", ".join(str(size) for size in sizes if not isinstance(size, int))
         return f"needs sizes known when tracing, got symbolic {symbolic}"
-    if MAX_DEPTH[pass_] == 0:
-        return f"has no {pass_} kernel yet"
     if max(p.qk_dim, p.v_dim) > MAX_DEPTH[pass_]:
         return f"the {pass_} kernel takes depths up to {MAX_DEPTH[pass_]}, got {p.qk_dim} and {p.v_dim}"
     if p.bias is not None:
@@ -44,6 +39,11 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     if p.scale <= 0:
         return f"needs a scale > 0, got {p.scale:g}"
     return None
+
+
+def by_name_only(problem: Problem, arch: Arch, pass_) -> str:
+    del problem, arch, pass_
+    return "simulated and compiled, never run on hardware"
 
 
 def forward(problem: Problem, inputs: Inputs, aux: Aux):

@@ -33,8 +33,10 @@ class BlackwellForwardTiles:
             raise ValueError(f"{self.q_tiles=} must be 1 or 2: tensor memory holds the scores of two tiles")
         if self.kv_tile not in (64, 128):
             raise ValueError(f"{self.kv_tile=} must be 64 or 128: a thread holds that many scores")
-        if self.stages < 1 or self.blocks < 0:
-            raise ValueError(f"{self.stages=} must be at least 1 and {self.blocks=} at least 0")
+        if self.stages < 2:
+            raise ValueError(f"{self.stages=} must be at least 2: a masked tile's keys wait for its values' slot")
+        if self.blocks < 0:
+            raise ValueError(f"{self.blocks=} must be at least 0")
         if not 0 <= self.rescale_log2 <= 8:
             raise ValueError(f"{self.rescale_log2=} must be from 0 to 8: weights grow up to 2 to its power")
 
