@@ -20,13 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from fast_layers import dispatch
 from fast_layers._version import __version__
 from fast_layers.arch import Arch, lowering_targets
-from fast_layers.ops.attention import api
-from fast_layers.ops.attention.problem import Problem
 from fast_layers.testing import parity
 
 _PACKAGES = (
@@ -75,6 +72,23 @@ class BackendReport:
     def measured(self) -> tuple[parity.Row, ...]:
         return tuple(row for row in self.parity.rows if row.quantity is not None)
 
+    def usable(self) -> str:
+        """One line, or one for each pass where they differ."""
+        words = {pass_: "usable" if reason is None else reason for pass_, reason in self.refusals.items()}
+        if len(set(words.values())) == 1:
+            return next(iter(words.values()))
+        return "; ".join(f"{pass_}: {reason}" for pass_, reason in words.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class OpReport:
+    """All backends of one op but the reference; `typical` describes the call that they are asked about."""
+
+    op: str
+    typical: str
+    cases: int
+    backends: tuple[BackendReport, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -84,12 +98,11 @@ class Report:
     arch: Arch
     versions: dict[str, str]
     warnings: tuple[str, ...]
-    typical: str
-    backends: tuple[BackendReport, ...]
+    ops: tuple[OpReport, ...]
 
     @property
     def ok(self) -> bool:
-        return all(backend.parity.ok for backend in self.backends)
+        return all(backend.parity.ok for op in self.ops for backend in op.backends)
 
     def as_data(self) -> dict[str, Any]:
         return {
@@ -99,15 +112,16 @@ class Report:
             "capability": None if self.arch.capability is None else list(self.arch.capability),
             "versions": self.versions,
             "warnings": list(self.warnings),
-            "typical": self.typical,
             "backends": [
                 {
-                    "op": parity.OP,
+                    "op": op.op,
+                    "typical": op.typical,
                     "name": backend.name,
                     "refusals": backend.refusals,
                     "parity": json.loads(backend.parity.to_json()),
                 }
-                for backend in self.backends
+                for op in self.ops
+                for backend in op.backends
             ],
         }
 
@@ -116,16 +130,16 @@ class Report:
         lines += _wrapped("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items()))
         for warning in self.warnings:
             lines += _wrapped("warning", warning)
-        lines += ["", *_wrapped("backends", f"for {self.typical}")]
-        for backend in self.backends:
-            for pass_, reason in backend.refusals.items():
-                lines += _wrapped(f"  {backend.name}", f"{pass_}: {'usable' if reason is None else reason}", hang=12)
-        lines += ["", f"parity    {parity.OP}, against the reference, {len(parity.QUICK)} cases"]
-        for backend in self.backends:
-            lines += _wrapped(f"  {backend.name}", _parity_line(backend), hang=12)
-            for row in backend.parity.failures:
-                where = f"FAILED {row.case}, {row.dtype}, {row.pass_}: {row.failure}"
-                lines += _wrapped("", where, hang=12)
+        for op in self.ops:
+            lines += ["", *_wrapped("backends", f"{op.op}, for {op.typical}")]
+            for backend in op.backends:
+                lines += _wrapped(f"  {backend.name}", backend.usable(), hang=12)
+            lines.append(f"parity    {op.op}, against the reference, {op.cases} cases")
+            for backend in op.backends:
+                lines += _wrapped(f"  {backend.name}", _parity_line(backend), hang=12)
+                for row in backend.parity.failures:
+                    where = f"FAILED {row.case}, {row.dtype}, {row.pass_}: {row.failure}"
+                    lines += _wrapped("", where, hang=12)
         lines += ["", "all is well" if self.ok else "FAILED: do not trust the backends above that failed"]
         return "\n".join(lines)
 
@@ -152,28 +166,26 @@ def _parity_line(backend: BackendReport) -> str:
 
 
 def examine() -> Report:
-    """Look at everything; runs the quick parity cases of every backend on the default device."""
+    """Look at everything; runs the quick parity cases of every op and backend on the default device."""
     arch = lowering_targets()[0]
-    problem = _typical_problem()
-    table = parity.check_parity(cases=parity.QUICK)
+    versions = _versions(arch)
+    ops = tuple(_examine_op(suite, arch) for suite in parity.SUITES.values())
+    return Report(_devices(), arch, versions, warnings_of(versions), ops)
+
+
+def _examine_op(suite: parity.Suite, arch: Arch) -> OpReport:
+    problem = suite.typical()
+    table = parity.check_parity(suite.op, cases=suite.quick)
     backends = tuple(
         BackendReport(
             backend.name,
             {pass_: backend.supports(problem, arch, pass_) for pass_ in dispatch.PASSES},
             table.of_backend(backend.name),
         )
-        for backend in api.BACKENDS
+        for backend in suite.backends()
         if backend.name != "reference"
     )
-    versions = _versions(arch)
-    return Report(_devices(), arch, versions, warnings_of(versions), problem.describe(), backends)
-
-
-def _typical_problem() -> Problem:
-    """A layer of a language model in training."""
-    x = jax.ShapeDtypeStruct((4, 2048, 16, 128), jnp.bfloat16)
-    call = dispatch.explain(lambda x: api.dot_product_attention(x, x, x, is_causal=True, implementation="reference"), x)
-    return call.plans[0].problem
+    return OpReport(suite.op, problem.describe(), len(suite.quick), backends)
 
 
 def _devices() -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,16 +17,24 @@ from fast_layers import doctor
 from fast_layers.cli import main
 from fast_layers.dispatch import Backend
 from fast_layers.ops.attention import api, xla
-from fast_layers.testing import parity
+from fast_layers.testing import _parity_mlp, parity
 
 ROOT = Path(__file__).parents[1]
 
 
+SMALL = {
+    "dot_product_attention": parity.Case(batch=1, q_len=40, kv_len=40, qk_dim=16, v_dim=16, is_causal=True),
+    "mlp": _parity_mlp.Case(7, 16, 24, 16, "silu", gated=True),
+}
+
+
 @pytest.fixture(autouse=True)
 def one_small_case(monkeypatch):
-    case = parity.Case(batch=1, q_len=40, kv_len=40, qk_dim=16, v_dim=16, is_causal=True)
-    monkeypatch.setattr(parity, "CASES", {"small": case})
-    monkeypatch.setattr(parity, "QUICK", ("small",))
+    suites = {
+        op: dataclasses.replace(parity.SUITES[op], cases={"small": case}, quick=("small",))
+        for op, case in SMALL.items()
+    }
+    monkeypatch.setattr(parity, "SUITES", suites)
 
 
 @pytest.fixture
@@ -51,19 +60,29 @@ def test_doctor_on_one_screen(capsys):
     assert max(map(len, lines)) <= 120
     assert lines[0].startswith("device    ")
     assert f"fast_layers {fast_layers.__version__}" in text
-    assert "xla       forward: usable" in text
-    assert "xla       5 quantities, worst error" in text
+    assert "  xla       usable" in text
+    assert "  xla       5 quantities, worst error" in text
+    assert "parity    mlp, against the reference, 1 cases\n" in text
     assert lines[-1] == "all is well"
 
 
 def test_doctor_names_every_backend_and_its_reason(capsys):
     main(["doctor"])
     text = " ".join(capsys.readouterr().out.split())
-    problem, arch = doctor._typical_problem(), doctor.lowering_targets()[0]
-    for backend in api.BACKENDS:
-        if backend.name != "reference":
-            reason = backend.supports(problem, arch, "forward") or "usable"
-            assert f"{backend.name} forward: {' '.join(reason.split())}" in text
+    arch = doctor.lowering_targets()[0]
+    for suite in parity.SUITES.values():
+        problem = suite.typical()
+        assert f"backends {suite.op}, for {problem.describe()}" in text
+        for backend in suite.backends():
+            if backend.name != "reference":
+                reason = backend.supports(problem, arch, "forward") or "usable"
+                assert f"{backend.name} {' '.join(reason.split())}" in text
+
+
+def test_passes_that_differ_are_told_apart():
+    refusals = {"forward": None, "backward": "no backward yet"}
+    report = doctor.BackendReport("planted", refusals, parity.ParityTable((), "nothing"))
+    assert report.usable() == "forward: usable; backward: no backward yet"
 
 
 def test_json_is_valid_and_says_the_same(capsys):
@@ -72,7 +91,8 @@ def test_json_is_valid_and_says_the_same(capsys):
     assert data["ok"] is True
     assert data["versions"]["fast_layers"] == fast_layers.__version__
     assert {"jax", "jaxlib", "flax", "python"} <= set(data["versions"])
-    by_name = {backend["name"]: backend for backend in data["backends"]}
+    assert {backend["op"] for backend in data["backends"]} == set(SMALL)
+    by_name = {b["name"]: b for b in data["backends"] if b["op"] == "dot_product_attention"}
     assert list(by_name) == [backend.name for backend in api.BACKENDS if backend.name != "reference"]
     assert by_name["xla"]["refusals"] == {"forward": None, "backward": None}
     assert {row["quantity"] for row in by_name["xla"]["parity"]["rows"]} == {"out", "lse", "dq", "dk", "dv"}

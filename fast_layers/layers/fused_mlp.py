@@ -93,7 +93,7 @@ class FusedMLP(nnx.Module):
         self.dtype = dtype
         self.precision = precision
         self.promote_dtype = promote_dtype
-        self.save = save
+        self.save: Save = save
         self.implementation = implementation
 
         def linear(features_in: int, features_out: int, **own: Any) -> nnx.Linear:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 
 from fast_layers.dispatch import Backend
 from fast_layers.ops.attention import api, xla
-from fast_layers.testing import ParityTable, check_parity
-from fast_layers.testing.parity import CASES, QUICK, Case
+from fast_layers.ops.mlp import xla as mlp_xla
+from fast_layers.ops.mlp.activations import ACTIVATIONS
+from fast_layers.testing import ParityTable, _parity_mlp, check_parity
+from fast_layers.testing.parity import CASES, QUICK, SUITES, Case
 
 SMALL = {
     "small": Case(q_len=40, kv_len=40, qk_dim=16, v_dim=16, is_causal=True),
@@ -144,7 +147,7 @@ def test_default_backends_are_the_ops_own(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"op": "mlp"}, "op='mlp': parity is known for 'dot_product_attention'"),
+        ({"op": "relu"}, "op='relu': parity is known for 'dot_product_attention', 'mlp'"),
         ({"backends": ["flash"]}, r"backends \['flash'\] are unknown; those of .* xla, reference"),
         ({"cases": ["causal d64", "causal"]}, r"cases \['causal'\] are unknown; there are full d64, "),
     ],
@@ -168,3 +171,57 @@ def test_the_table_covers_what_it_should():
 def test_xla_is_within_the_limit_here(name):
     table = check_parity(backends=["xla"], cases=[name])
     assert table.ok, str(table)
+
+
+class TestMLP:
+    cases: ClassVar = {
+        "gated": _parity_mlp.Case(7, 16, 24, 8, "silu", gated=True, bias=True),
+        "linear": _parity_mlp.Case(7, 16, 24, None, bias=True, save="inputs"),
+    }
+
+    @pytest.mark.parametrize("quantity", ["out", "pre_gate", "dx", "dw_gate", "db_down"])
+    def test_planted_fault_is_reported_where_it_is(self, quantity):
+        def off(name, x):
+            return x if x is None or name != quantity else x * jnp.asarray(1.05, x.dtype)
+
+        def forward(problem, inputs):
+            out, (up, gate) = mlp_xla.forward(problem, inputs)
+            return off("out", out), (off("pre_up", up), off("pre_gate", gate))
+
+        def backward(*args):
+            grads = mlp_xla.backward(*args)
+            return grads._replace(**{name: off(f"d{name}", x) for name, x in grads._asdict().items()})
+
+        backend = Backend("planted", lambda *_: None, forward, backward)
+        table = check_parity("mlp", backends=[backend], cases={"gated": self.cases["gated"]}, dtypes=["bfloat16"])
+        assert quantity in {row.quantity for row in table.failures}
+        # What is saved wrongly makes the gradients wrong, nothing else does.
+        assert {row.quantity for row in table.failures if row.pass_ == "forward"} <= {quantity}
+
+    def test_without_a_fault_all_is_well(self):
+        table = check_parity("mlp", cases=self.cases, backends=["xla"], dtypes=["bfloat16", "float16"])
+        assert table.ok, str(table)
+        quantities = {row.case: {r.quantity for r in table.rows if r.case == row.case} for row in table.rows}
+        grads = {"dx", "dw_up", "db_up"}
+        assert quantities["linear"] == {"out", *grads}
+        assert quantities["gated"] == {
+            *("out", "pre_up", "pre_gate"),
+            *grads,
+            *("dw_gate", "dw_down", "db_gate", "db_down"),
+        }
+
+    def test_the_table_covers_what_it_should(self):
+        suite = SUITES["mlp"]
+        assert set(suite.quick) | suite.also_float16 <= set(suite.cases)
+        assert {case.activation for case in suite.cases.values()} == set(ACTIVATIONS)
+        assert {1, 7, 130, 1000} <= {case.tokens for case in suite.cases.values()}
+        assert "x [8192, 4096], hidden 11008, out 4096, bfloat16, silu gate" in suite.typical().describe()
+
+    def test_xla_is_within_the_limit_here(self):
+        table = check_parity("mlp", backends=["xla"], cases=("swiglu", "odd features"))
+        assert table.ok, str(table)
+
+    @pytest.mark.exhaustive
+    def test_xla_is_within_the_limit_everywhere(self):
+        table = check_parity("mlp", backends=["xla"])
+        assert table.ok, str(table)

@@ -108,42 +108,37 @@ def linear(
     return _call(inputs, activation, save, precision, implementation)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The options of a call that do not depend on shapes, so that a shard can make its own Problem."""
-
-    activation: str
-    save: Save
-    precision: Any
-
-    def problem(self, inputs: Inputs) -> Problem:
-        tokens, in_features = inputs.x.shape
-        return Problem(
-            tokens=tokens,
-            in_features=in_features,
-            hidden_features=inputs.w_up.shape[1],
-            out_features=None if inputs.w_down is None else inputs.w_down.shape[1],
-            dtype=inputs.x.dtype,
-            gated=inputs.w_gate is not None,
-            up_bias=inputs.b_up is not None,
-            gate_bias=inputs.b_gate is not None,
-            down_bias=inputs.b_down is not None,
-            **dataclasses.asdict(self),
-        )
+def problem_of(inputs: Inputs, *, activation: str, save: Save = "pre_activation", precision: Any = None) -> Problem:
+    """The static facts of a call with these arrays, or shapes; x is [M, I]."""
+    tokens, in_features = inputs.x.shape
+    return Problem(
+        tokens=tokens,
+        in_features=in_features,
+        hidden_features=inputs.w_up.shape[1],
+        out_features=None if inputs.w_down is None else inputs.w_down.shape[1],
+        dtype=jnp.dtype(inputs.x.dtype),
+        activation=activation,
+        gated=inputs.w_gate is not None,
+        up_bias=inputs.b_up is not None,
+        gate_bias=inputs.b_gate is not None,
+        down_bias=inputs.b_down is not None,
+        save=save,
+        precision=precision,
+    )
 
 
 def _call(inputs: Inputs, activation, save, precision, implementation) -> Array:
     if save not in SAVES:
         raise ValueError(f"{save=}: must be {' or '.join(map(repr, SAVES))}")
     precision = tuple(precision) if isinstance(precision, list) else precision  # hashable, as part of the Problem
-    options = _Options(canonical_name(activation), save, precision)
+    options = {"activation": canonical_name(activation), "save": save, "precision": precision}
     return sharding.per_shard(functools.partial(_choose_and_run, options, implementation), inputs)
 
 
-def _choose_and_run(options: _Options, implementation: str | None, inputs: Inputs) -> Array:
+def _choose_and_run(options: dict[str, Any], implementation: str | None, inputs: Inputs) -> Array:
     leading = inputs.x.shape[:-1]
     inputs = inputs._replace(x=inputs.x.reshape(-1 if leading else 1, inputs.x.shape[-1]))
-    problem = options.problem(inputs)
+    problem = problem_of(inputs, **options)
     plan = dispatch.plan(OP if problem.has_down else "linear", BACKENDS, problem, implementation)
     both = [plan.sole_backend(pass_) for pass_ in dispatch.PASSES]
     if all(backend is not None and backend.fwd is reference.forward for backend in both):

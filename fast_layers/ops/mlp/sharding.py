@@ -59,7 +59,7 @@ def per_shard(apply: Callable[[Inputs], Array], inputs: Inputs) -> Array:
     tokens = tuple(axes or None for axes in token_axes)
     weights = {name: P(*(axes_of[dim] for dim in dims)) for name, dims in _DIMENSIONS.items()}
     given = {name: spec for name, spec in weights.items() if getattr(inputs, name) is not None}
-    in_specs = Inputs(x=P(*tokens, None), **given)
+    in_specs = inputs._replace(x=P(*tokens, None), **given)
     out_specs = P(*tokens, None if inputs.w_down is not None else hidden_axes or None)
     inputs = jax.tree.map(jax.sharding.reshard, inputs, in_specs)
     return jax.shard_map(on_shard, in_specs=(in_specs,), out_specs=out_specs, axis_names=names)(inputs)

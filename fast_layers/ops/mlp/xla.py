@@ -50,6 +50,7 @@ def backward(problem: Problem, residuals: Residuals, d_out: Float[Array, "M O"])
     d_x = _matmul(p, d_up, inputs.w_up, contract=(1, 1))
     d_w_gate = d_b_gate = None
     if inputs.w_gate is not None:
+        assert d_gate is not None
         d_x += _matmul(p, d_gate, inputs.w_gate, contract=(1, 1))
         d_w_gate = _matmul(p, inputs.x, d_gate, contract=(0, 0))
         d_b_gate = None if inputs.b_gate is None else _sum_over_tokens(p, d_gate)
@@ -79,15 +80,17 @@ def _pre_activations(p: Problem, inputs: Inputs):
     return up, None if inputs.w_gate is None else _affine(p, inputs.x, inputs.w_gate, inputs.b_gate)
 
 
-def _hidden(p: Problem, up: Array, gate: Array | None) -> Float[Array, "M F"]:
+def _hidden(p: Problem, up: Array | None, gate: Array | None) -> Float[Array, "M F"]:
+    assert up is not None
     function = ACTIVATIONS[p.activation].function
     wide_up = _widen(p, up)
     return (function(wide_up) if gate is None else function(_widen(p, gate)) * wide_up).astype(p.dtype)
 
 
-def _d_pre_activations(p: Problem, up: Array, gate: Array | None, d_h: Array) -> tuple[Array, Array | None]:
+def _d_pre_activations(p: Problem, up: Array | None, gate: Array | None, d_h: Array) -> tuple[Array, Array | None]:
     if p.activation == "identity" and gate is None:
         return d_h, None  # before the rest, since a bare `linear` has saved no `up`
+    assert up is not None
     function, derivative = ACTIVATIONS[p.activation]
     wide_up, wide_d = _widen(p, up), d_h.astype(p.accumulator_dtype)
     if gate is None:
