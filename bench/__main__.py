@@ -1,11 +1,11 @@
-"""`python -m bench attention [options]` and `python -m bench decode [options]`."""
+"""`python -m bench attention [options]`, and `decode`, `mlp` or `ssd` in its place."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-COMMANDS = ("attention", "decode")
+COMMANDS = ("attention", "decode", "mlp", "ssd")
 
 
 def main() -> None:
