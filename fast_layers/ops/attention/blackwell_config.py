@@ -110,11 +110,11 @@ class BlackwellBackwardTiles:
     @property
     def compute_registers(self) -> int:
         """Per thread, as the other two: what a block is launched with, dealt out anew in steps of 8."""
-        return 200
+        return 192
 
     @property
     def load_registers(self) -> int:
-        return 48
+        return 64
 
     @property
     def multiply_registers(self) -> int:
