@@ -35,9 +35,10 @@ def simulated(case: Case, dtype: Any = jnp.bfloat16, tiles: Any = None, draw: in
 @contextlib.contextmanager
 def changed(stand_in: StandIn, *patches: tuple[Any, str, Any]) -> Iterator[StandIn]:
     """The kernel traced anew with `stand_in` for `plgpu`, and attributes replaced."""
+    kernel: Any = hopper_fwd
     with pytest.MonkeyPatch.context() as patch:
         # Without its jit, which would give back what was traced before.
-        patch.setattr(hopper_fwd, "_launch", hopper_fwd._launch.__wrapped__)
+        patch.setattr(hopper_fwd, "_launch", kernel._launch.__wrapped__)
         patch.setattr(hopper_fwd, "plgpu", stand_in)
         patch.setattr(hopper_fwd, "_Scratch", stand_in.recording(hopper_fwd._Scratch))
         for target, name, value in patches:

@@ -42,6 +42,7 @@ def selective_scan_step(
     flag("dt_softplus", dt_softplus)
     given = check.operands(x, dt, A, B, C, D, z, dt_bias, state, rows=("batch",), state_name="state")
     old = given.initial_state
+    assert old is not None
     dtype = jnp.dtype(jnp.float64 if given.x.dtype == jnp.float64 else jnp.float32)
     steps = step_sizes(given.dt, given.dt_bias, softplus=dt_softplus, limit=UNLIMITED, dtype=dtype)
     tokens = given.x.astype(dtype)

@@ -73,7 +73,8 @@ def flag(name: str, value: Any) -> None:
 def _arrays(x, dt, A, B, C, D, z, dt_bias, initial_state, state: str = "initial_state") -> Inputs:
     names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", state)
     operands = (x, dt, A, B, C, D, z, dt_bias, initial_state)
-    return Inputs(*(None if v is None else floating(n, v) for n, v in zip(names, operands, strict=True)))
+    arrays: list[Any] = [None if v is None else floating(n, v) for n, v in zip(names, operands, strict=True)]
+    return Inputs(*arrays)
 
 
 def floating(name: str, x: Any) -> Array:

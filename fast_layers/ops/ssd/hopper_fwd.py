@@ -43,7 +43,8 @@ TILE = (ROWS, ROWS)
 def scan(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles | None = None) -> Scanned:
     p = problem
     tiles = HopperForwardTiles.of(p) if tiles is None else tiles
-    out, state = over_batch(functools.partial(_launch, tiles))(p, operands_of(p, inputs, aux))
+    launch: Any = over_batch(functools.partial(_launch, tiles))  # of any problem with a batch
+    out, state = launch(p, operands_of(p, inputs, aux))
     out = out[:, : p.length].reshape(p.batch, p.length, p.heads, -1)[..., : p.head_dim]
     state = state.reshape(p.batch, p.heads, -1, state.shape[-1])[:, :, : p.head_dim, : p.state_dim]
     return Scanned(out, state)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import lax
@@ -62,9 +63,9 @@ def per_shard(scan: Callable[[Inputs, Aux], Scanned], inputs: Inputs, aux: Aux) 
     operands = (inputs, aux)
     in_specs = jax.tree_util.tree_map_with_path(spec, operands)
     operands = jax.tree.map(jax.sharding.reshard, operands, in_specs)
-    out_specs = Scanned(P(batch_axes, None, head_axes, None), P(batch_axes, head_axes, None, None))
+    out_specs: list[Any] = [P(batch_axes, None, head_axes, None), P(batch_axes, head_axes, None, None)]
     names = {*batch_axes, *head_axes}
-    return jax.shard_map(on_shard, in_specs=in_specs, out_specs=out_specs, axis_names=names)(*operands)
+    return jax.shard_map(on_shard, in_specs=in_specs, out_specs=Scanned(*out_specs), axis_names=names)(*operands)
 
 
 def _explicit_axes(inputs: Inputs) -> tuple[tuple[str, ...], tuple[str, ...]]:

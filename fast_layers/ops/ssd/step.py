@@ -70,6 +70,7 @@ def ssd_step(
     limit = check.dt_limit(dt_limit)
     check.flag("dt_softplus", dt_softplus)
     old = given.initial_state
+    assert old is not None
     dtype = jnp.dtype(jnp.float64 if given.x.dtype == jnp.float64 else jnp.float32)
     steps = step_sizes(given.dt, given.dt_bias, softplus=dt_softplus, limit=limit, dtype=dtype)
     token = Token(given.x.astype(dtype), steps, given.B.astype(dtype), given.C.astype(dtype))

@@ -329,8 +329,8 @@ def _skip(p: Problem, chunked: _Chunked) -> Float[Array, "G R P|1"] | None:
 
 
 def _einsum(matmul_dtype, accumulator_dtype, subscripts: str, *operands: Array) -> Array:
-    operands = (x.astype(matmul_dtype) for x in operands)
-    return jnp.einsum(subscripts, *operands, preferred_element_type=accumulator_dtype)
+    rounded = (x.astype(matmul_dtype) for x in operands)
+    return jnp.einsum(subscripts, *rounded, preferred_element_type=accumulator_dtype)
 
 
 def _rows(x: Float[Array, "B G R Q"]) -> Float[Array, "B Q G R 1"]:

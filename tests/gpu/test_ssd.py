@@ -1,0 +1,80 @@
+"""The scan on the GPU at hand: every backend against the recurrence in numpy, and repeatability.
+
+python3 -m pytest tests/gpu/test_ssd.py -n0 -p no:cacheprovider
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ops.ssd.cases import Case, build, runner
+
+import fast_layers
+from fast_layers.arch import lowering_targets
+from fast_layers.dispatch import PASSES
+from fast_layers.ops.ssd.backends import BACKENDS
+from fast_layers.testing.closeness import assert_bitwise_equal, assert_trees_close
+
+NAMES = [backend.name for backend in BACKENDS if backend.name != "reference"]
+RUNS = 20
+SHAPES = {
+    "one token": Case(length=1, heads=2, head_dim=64, state_dim=64),
+    "a tail": Case(length=1000, heads=4, groups=2, head_dim=64, state_dim=128),
+    "everything": Case(
+        length=333,
+        heads=6,
+        head_dim=64,
+        state_dim=128,
+        D="channel",
+        z=True,
+        softplus=True,
+        dt_bias=True,
+        initial_state=True,
+        segments="rows",
+    ),
+    "heads of 128": Case(length=200, heads=3, head_dim=128, state_dim=64, initial_state=True),
+    "heads of 32": Case(length=200, heads=4, groups=4, head_dim=32, state_dim=16),
+    "extreme steps": Case(length=300, heads=2, head_dim=64, state_dim=64, dt="extreme", segments="rows"),
+}
+
+
+def _skip_if_refused(name, case, dtype):
+    built = build(case, dtype)
+    (plan,) = fast_layers.explain(lambda *o: fast_layers.ssd(*o), *built.operands[:5]).plans
+    (backend,) = (backend for backend in BACKENDS if backend.name == name)
+    arch = lowering_targets()[0]
+    reasons = (backend.supports(plan.problem, arch, pass_) for pass_ in PASSES)
+    if reason := next(filter(None, reasons), None):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_parity(name, shape, dtype):
+    """Kernels to the xla backend's own rounding, whose matmuls are in the same dtype; that itself to a few percent."""
+    case = SHAPES[shape]
+    _skip_if_refused(name, case, dtype)
+    built = build(case, dtype)
+    got, want, plain = runner(name)(built), built.oracle(), runner("xla")(built)
+    if name != "xla":
+        assert_trees_close(got, want, plain, name=f"{name}, {shape}")
+    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        off = np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y)
+        assert off < 0.03, f"{jax.tree_util.keystr(path)}: off by {off:.3g} in norm"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_twenty_runs_give_the_same_bits(name):
+    """A race between warpgroups shows as bits that change; so inputs stay the same, and other work runs in between."""
+    case = Case(length=1000, heads=80, head_dim=64, state_dim=128, D="head", segments="rows")
+    _skip_if_refused(name, case, jnp.bfloat16)
+    built, run = build(case, jnp.bfloat16), runner(name)
+    rng = np.random.default_rng(0)
+    first = jax.device_get(run(built))
+    for i in range(1, RUNS):
+        jnp.sort(jnp.asarray(rng.normal(size=1 << 16))).block_until_ready()
+        assert_bitwise_equal(jax.device_get(run(built)), first, f"run {i}: ")
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(first))
