@@ -102,9 +102,10 @@ def check(launch: Launch) -> None:
 @contextlib.contextmanager
 def changed(stand_in: StandIn, *patches: tuple[str, Any]) -> Iterator[StandIn]:
     """The kernel traced anew, with a stand-in for `plgpu` and other things of its module replaced."""
+    jitted: Any = hopper_matmul._launch
     with pytest.MonkeyPatch.context() as patch:
         # Without its jit, which would give back what was traced before.
-        patch.setattr(hopper_matmul, "_launch", hopper_matmul._launch.__wrapped__)
+        patch.setattr(hopper_matmul, "_launch", jitted.__wrapped__)
         patch.setattr(hopper_matmul, "_Scratch", stand_in.recording(hopper_matmul._Scratch))
         patch.setattr(hopper_matmul, "plgpu", stand_in)
         for name, value in patches:
@@ -121,7 +122,7 @@ class Slip(StandIn):
 
     def copy_gmem_to_smem(self, source: Any, to: Any, barrier: Any, **options: Any) -> None:
         """Fills always the same of the slots of that name."""
-        if self._name(to) == self.one_slot:
+        if self.one_slot is not None and self._name(to) == self.one_slot:
             self.hits += 1
             to = self.scratch[self.one_slot].at[0]
         plgpu.copy_gmem_to_smem(source, to, barrier, **options)

@@ -188,7 +188,8 @@ def test_vmap(over_weights):
         jax.random.normal(jax.random.key(i), (2, *shape), jnp.bfloat16) for i, shape in enumerate([(5, 64), (64, 64)])
     )
     w_up /= 8
-    axes = Inputs(0, 0 if over_weights else None)
+    over: Any = (0, 0 if over_weights else None)
+    axes = Inputs(*over)
     inputs = Inputs(x, w_up if over_weights else w_up[0])
 
     def mapped(backend):

@@ -20,8 +20,8 @@ _MOST_STAGES = 8
 _ENOUGH_STAGES = 4
 _ITEMSIZE = 2
 _PIECE_BYTES = PIECE * PIECE * _ITEMSIZE
-_RESERVED_BYTES = 1024
-"""For barriers, and what the compiler keeps for reductions."""
+_RESERVED_BYTES = 2048
+"""For barriers, for what the compiler keeps for reductions, and lost where arrays begin at multiples of 1024."""
 
 
 @dataclasses.dataclass(frozen=True)
