@@ -1,0 +1,115 @@
+"""The Blackwell attention kernels, taken by name and compiled by the real assembler."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fast_layers
+from deviceless import functions
+from fast_layers.ops.attention.blackwell_config import BLACKWELL_SMEM_BYTES, BLACKWELL_TMEM_COLUMNS
+from fast_layers.testing import Compilation, compile_all_for
+from fast_layers.testing.deviceless import missing_wheels
+
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif(bool(missing_wheels()) and not os.environ.get("CI"), reason=missing_wheels() or ""),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """`spills`: bytes of spilled stores that each kernel may have, what ptxas 13.3 made of them on 2026-11-22 and a
+    fifth more: addresses and bounds that it hoists out of loops."""
+
+    length: int = 8192
+    kv_heads: int = 16
+    qk_dim: int = 128
+    v_dim: int | None = None
+    segments: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    spills: int = 0
+
+    @property
+    def kernels(self) -> set[str]:
+        backward = {f"attention_backward_of_{own}" for own in ("queries", "keys")}
+        return {"attention_forward"} | (backward if self.with_gradients else set())
+
+    @property
+    def with_gradients(self) -> bool:
+        return max(self.qk_dim, self.v_dim or 0) <= 128
+
+    def compilation(self) -> Compilation:
+        def shape(heads, depth):
+            return jax.ShapeDtypeStruct((2, self.length, heads, depth), jnp.bfloat16)
+
+        v_dim = self.v_dim or self.qk_dim
+        shapes = (shape(16, self.qk_dim), shape(self.kv_heads, self.qk_dim), shape(self.kv_heads, v_dim))
+        fn: Any = fast_layers.dot_product_attention
+        if self.with_gradients:
+            fn, shapes = functions.attention_and_gradients, (*shapes, shape(16, v_dim))
+        # An argument: XLA takes many seconds to fold what is computed from a constant of this length.
+        ids = (jax.ShapeDtypeStruct((self.length,), jnp.int32),) if self.segments else ()
+        return Compilation(fn, (*shapes, *ids), {"implementation": "blackwell"} | self.options)
+
+
+CAUSAL = {"is_causal": True}
+EVERYTHING = {"is_causal": True, "softcap": 30.0, "sinks": np.zeros(16, np.float32), "local_window_size": (1024, 0)}
+LEAN = {
+    "d128 causal": Call(options=CAUSAL, spills=40),
+    "d64 segments": Call(kv_heads=4, qk_dim=64, segments=True, options=CAUSAL, spills=80),
+}
+REST = {
+    "d128 full": Call(spills=40),
+    "d64 full": Call(qk_dim=64, spills=40),
+    "d64 causal": Call(qk_dim=64, options=CAUSAL, spills=40),
+    "d80 causal, odd length": Call(2047, qk_dim=80, options=CAUSAL, spills=40),
+    "d128 segments": Call(kv_heads=4, segments=True, options=CAUSAL, spills=160),
+    "d128 everything": Call(kv_heads=4, segments=True, options=EVERYTHING, spills=400),
+    "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL),
+    "d256 causal": Call(qk_dim=256, options=CAUSAL),
+    "few queries": Call(100, kv_heads=4, options=CAUSAL, spills=40),
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "calls"),
+    [
+        pytest.param("b200", LEAN, id="b200"),
+        pytest.param("b200", REST, id="b200-rest", marks=pytest.mark.exhaustive),
+        pytest.param("b300", LEAN, id="b300", marks=pytest.mark.exhaustive),
+        pytest.param("b300", REST, id="b300-rest", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_kernels_compile_well(gpu, calls):
+    reports = compile_all_for(gpu, [call.compilation() for call in calls.values()])
+    faults = []
+    for (name, call), report in zip(calls.items(), reports, strict=True):
+        print(f"{name}: lowered and compiled in {report.seconds:.1f} s")
+        if report.failure is not None:
+            faults.append(f"{name}: {report.failure}")
+            continue
+        kernels = {kernel.name: kernel for kernel in report.kernels}
+        if missing := call.kernels - set(kernels):
+            faults.append(f"{name}: {missing} was not chosen; there are {sorted(kernels)}")
+            continue
+        for kernel in kernels.values():
+            print(
+                f"  {kernel.name}: {kernel.live_registers} registers of {max(kernel.register_budgets)}, "
+                f"{kernel.smem_bytes} bytes of shared memory, {kernel.tmem_columns} columns of tensor memory, "
+                f"{kernel.spill_store_bytes} spilled; {dict(kernel.instructions)}"
+            )
+            where = f"{name}, {kernel.name}"
+            if kernel.smem_bytes is None or kernel.smem_bytes > BLACKWELL_SMEM_BYTES:
+                faults.append(f"{where}: {kernel.smem_bytes} bytes of shared memory exceed {BLACKWELL_SMEM_BYTES}")
+            if kernel.tmem_columns is None or kernel.tmem_columns > BLACKWELL_TMEM_COLUMNS:
+                faults.append(f"{where}: {kernel.tmem_columns} columns exceed {BLACKWELL_TMEM_COLUMNS}")
+            if kernel.spill_store_bytes > call.spills:
+                faults.append(f"{where}: {kernel.spill_store_bytes} bytes are spilled, of {call.spills} at most")
+    assert not faults, "\n".join(faults)

@@ -1,0 +1,257 @@
+"""The Blackwell attention kernels: right and free of races over Hopper's table; every planted fault found."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fast_layers.ops.attention import api, blackwell_bwd, blackwell_call, blackwell_fwd, reference, xla
+from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
+from fast_layers.ops.attention.problem import Residuals
+from fast_layers.testing import simulate
+from fast_layers.testing.parity import Case
+from simulator.attention import judge, only
+from simulator.blackwell_attention import BLACKWELL, forward_tiles, patched, without
+from simulator.test_hopper_attention import CASES
+
+pytestmark = pytest.mark.simulator
+
+# One of each kind: the glue is Hopper's, and the table's other cases differ in it only.
+LEAN = {"causal", "7 queries, 33 keys", "depth 128, documents", "depth 256", "everything"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in LEAN else pytest.mark.exhaustive) for name in CASES]
+)
+def test_case(name):
+    judged = judge(CASES[name], backend=BLACKWELL)
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+    deep = max(CASES[name].qk_dim, CASES[name].v_dim) > blackwell_call.MAX_DEPTH["backward"]
+    assert [row.pass_ for row in judged.table.refusals] == (["backward"] if deep else [])
+    quantities = {row.quantity for row in judged.table.rows if row.refusal is None}
+    assert quantities >= ({"out", "lse"} if deep else {"out", "lse", "dq", "dk", "dv"})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["causal", "everything"])
+def test_float16(name):
+    judged = judge(CASES[name], jnp.float16, backend=BLACKWELL)
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+
+
+# Three rounds of every ring, and more tiles of queries than blocks.
+PERSISTENT = {
+    "two tiles of queries": (Case(batch=1, q_len=384, kv_len=384, heads=2, kv_heads=2), {}),
+    "causal": (Case(batch=1, q_len=300, kv_len=300, heads=2, kv_heads=2, is_causal=True), {}),
+    "always rescaled": (Case(batch=1, q_len=300, kv_len=384, heads=1, kv_heads=1), {"rescale_log2": 0.0}),
+    "two depths": (Case(batch=1, q_len=384, kv_len=256, heads=2, kv_heads=2, v_dim=128), {"q_tiles": 1}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "causal" else pytest.mark.exhaustive) for name in PERSISTENT]
+)
+def test_blocks_that_take_several_tiles(name):
+    case, options = PERSISTENT[name]
+    tiles = BlackwellForwardTiles(**({"q_tiles": 2, "kv_tile": 64, "blocks": 1} | options))
+    with patched(forward_tiles(tiles)):
+        judged = judge(case, backend=BLACKWELL, supports=only("forward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+
+
+def _operands(heads: int = 1, length: int = 256):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=(1, length, heads, 64)), jnp.bfloat16) for _ in range(4))
+
+
+def test_maximum_that_grows_late_is_still_exact():
+    """Below the threshold the maximum stays, above it out is rescaled; both leave the result as it is."""
+    query, key, value, _ = _operands()
+    growing = key.at[:, 64:].multiply(4).at[:, 128:].multiply(8)
+    inputs, aux, options, _ = api._prepare(query, growing, value)
+    problem = options.problem(inputs, aux)
+    wanted, wanted_lse = reference.forward(problem, inputs, aux)
+    tiles = BlackwellForwardTiles(2, 64)
+    out, lse = simulate(lambda i, a: blackwell_fwd.attend(problem, i, a, tiles), inputs, aux).check()
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, wanted)), rtol=2e-2, atol=1e-2)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.exhaustive
+def test_a_broken_input_reaches_who_sees_it_and_nobody_else():
+    """One example each: a query, a key and a value with NaN or inf, in the second of three documents."""
+    rng = np.random.default_rng(0)
+    query, key, value, d_out = (jnp.asarray(rng.normal(size=(3, 100, 2, 64)), jnp.float16) for _ in range(4))
+    query = query.at[0, 55, 0, 3].set(jnp.nan)
+    key = key.at[1, 60, 1, 63].set(jnp.nan)
+    value = value.at[2, 51, 0, 0].set(jnp.inf)
+    inputs, aux, options, _ = api._prepare(query, key, value, segment_ids=np.repeat([0, 1, 2], [50, 30, 20]))
+    problem = options.problem(inputs, aux)
+
+    def both(backend, inputs, aux, d_out):
+        out, lse = backend.forward(problem, inputs, aux)
+        grads = backend.backward(problem, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse))
+        return {"out": out, "lse": lse[..., None], "dq": grads.query, "dk": grads.key, "dv": grads.value}
+
+    got = simulate(functools.partial(both, blackwell_call), inputs, aux, d_out).check()
+    wanted = both(reference, inputs, aux, d_out)
+    for name, want in wanted.items():
+        # What is broken is NaN or inf in some column; which one depends on the order of sums.
+        have, want = (np.asarray(x, np.float32) for x in (got[name], want))
+        broken = ~np.isfinite(want).all(-1)
+        assert broken.any(), name
+        np.testing.assert_array_equal(~np.isfinite(have).all(-1), broken, err_msg=name)
+        np.testing.assert_allclose(have[~broken], want[~broken], rtol=2e-2, atol=1e-2, err_msg=name)
+
+
+def test_vmap_with_shared_keys():
+    """As the xla backend; the wrong example's operands would be off by far more than rounding."""
+    query, key, value, d_out = _operands(length=100)
+
+    def both(backend, query, d_out):
+        inputs, aux, options, _ = api._prepare(query, key, value, is_causal=True)
+        problem = options.problem(inputs, aux)
+        out, lse = backend.forward(problem, inputs, aux)
+        return out, lse, backend.backward(problem, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse))
+
+    def mapped(backend):
+        return jax.vmap(functools.partial(both, backend), (0, None))
+
+    queries = jnp.stack([query, 2 * query])
+    got, want = simulate(mapped(blackwell_call), queries, d_out).check(), jax.jit(mapped(xla))(queries, d_out)
+    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        where = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(*(np.asarray(z, np.float32) for z in (x, y)), 2e-2, 1e-2, err_msg=where)
+
+
+# Blocks of several pieces each, and three rounds of the rings.
+FORWARD_CASE = Case(batch=1, q_len=128, kv_len=256, heads=2, kv_heads=2)
+FORWARD_TILES = forward_tiles(BlackwellForwardTiles(1, 64, blocks=1, rescale_log2=0.0))
+MASKED = dataclasses.replace(FORWARD_CASE, kv_len=128, q_len=128, heads=1, kv_heads=1, documents=(70, 58))
+
+# (case, what is left out, what the report then says)
+FORWARD_FAULTS = {
+    "queries not awaited": (FORWARD_CASE, ("barrier_wait q_ready",), "read of SMEM"),
+    "keys not awaited": (FORWARD_CASE, ("barrier_wait k_ready",), "read of SMEM"),
+    "values not awaited": (FORWARD_CASE, ("barrier_wait v_ready",), "read of SMEM"),
+    "queries overwritten": (FORWARD_CASE, ("barrier_wait q_consumed",), "write of SMEM"),
+    "keys overwritten": (FORWARD_CASE, ("barrier_wait k_consumed",), "write of SMEM"),
+    "values overwritten": (FORWARD_CASE, ("barrier_wait v_consumed",), "write of SMEM"),
+    "scores read in flight": (FORWARD_CASE, ("barrier_wait scores_ready",), "TMEM"),
+    "weights not awaited": (FORWARD_CASE, ("barrier_wait weights_ready",), ""),
+    "weights overwritten in flight": (FORWARD_CASE, ("barrier_wait weights_consumed",), "alias group"),
+    "out read in flight": (FORWARD_CASE, ("barrier_wait out_ready",), "TMEM"),
+    "weights not committed": (FORWARD_CASE, ("commit_tmem",), "TMEM"),
+    "scores' load not awaited": (FORWARD_CASE, ("wait_load_tmem #1",), "alias group"),
+    "out's load not awaited": (FORWARD_CASE, ("wait_load_tmem #3",), "TMEM"),
+    "out not committed": (FORWARD_CASE, ("commit_smem #3",), "SMEM"),
+    "keys never freed": (FORWARD_CASE, ("tcgen05_commit_arrive k_consumed",), "not done"),
+    "store's read not awaited": (FORWARD_CASE, ("wait_smem_to_gmem",), ""),
+    "mended before it arrives": (MASKED, ("barrier_wait kv_arrived",), "read of SMEM"),
+}
+BACKWARD_CASE = Case(batch=1, q_len=128, kv_len=384, heads=1, kv_heads=1)
+KEYS = dataclasses.replace(BACKWARD_CASE, q_len=384, kv_len=128)
+
+BACKWARD_FAULTS = {
+    "own rows not awaited": (BACKWARD_CASE, ("barrier_wait own_ready",), "read of SMEM"),
+    "columns not awaited": (BACKWARD_CASE, ("barrier_wait ring_ready",), "read of SMEM"),
+    "columns overwritten": (BACKWARD_CASE, ("barrier_wait ring_consumed",), "write of SMEM"),
+    "products read in flight": (BACKWARD_CASE, ("barrier_wait scores_ready",), "TMEM"),
+    "weights not awaited": (BACKWARD_CASE, ("barrier_wait weights_ready",), ""),
+    "weights overwritten in flight": (KEYS, ("barrier_wait weights_consumed",), "alias group"),
+    "sums read in flight": (BACKWARD_CASE, ("barrier_wait sums_ready",), "TMEM"),
+    "weights not committed": (KEYS, ("commit_tmem",), "TMEM"),
+    "products' load not awaited": (KEYS, ("wait_load_tmem",), "alias group"),
+    "lse overwritten while read": (KEYS, ("commit_smem #1",), "SMEM"),
+    "columns never freed": (BACKWARD_CASE, ("tcgen05_commit_arrive ring_consumed",), "not done"),
+    "stores not awaited": (BACKWARD_CASE, ("wait_smem_to_gmem",), ""),
+}
+# The rest need the same machinery to be found.
+LEAN_FAULTS = {"keys not awaited", "weights overwritten in flight", "weights not committed"}
+
+
+def _faults(faults):
+    return [pytest.param(name, marks=() if name in LEAN_FAULTS else pytest.mark.exhaustive) for name in faults]
+
+
+def _run(module, case, *events):
+    pass_ = "forward" if module is blackwell_fwd else "backward"
+    with without(module, *events, patches=(FORWARD_TILES,)) as stand_in:
+        return stand_in, judge(case, backend=BLACKWELL, supports=only(pass_), timeout=10.0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("module", "case"),
+    [(blackwell_fwd, FORWARD_CASE), (blackwell_fwd, MASKED), (blackwell_bwd, BACKWARD_CASE), (blackwell_bwd, KEYS)],
+    ids=["forward", "masked", "backward", "keys"],
+)
+def test_without_a_fault_nothing_is_found(module, case):
+    stand_in, judged = _run(module, case)
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+    assert stand_in.counts["barrier_wait"] > 0  # it was asked
+    assert stand_in.hits == 0
+
+
+def _found(module, case, events, text):
+    stand_in, judged = _run(module, case, *events)
+    assert stand_in.hits > 0, "the kernel has no such event any more"
+    (sim,) = judged.simulations[-1:]
+    assert sim.faulty
+    assert text in "\n".join([*sim.races, sim.failure or ""]), sim.report()
+
+
+@pytest.mark.parametrize("fault", _faults(FORWARD_FAULTS))
+def test_planted_fault_of_the_forward_is_found(fault):
+    _found(blackwell_fwd, *FORWARD_FAULTS[fault])
+
+
+@pytest.mark.parametrize("fault", _faults(BACKWARD_FAULTS))
+def test_planted_fault_of_the_backward_is_found(fault):
+    _found(blackwell_bwd, *BACKWARD_FAULTS[fault])
+
+
+@pytest.mark.parametrize(
+    ("module", "quantity"),
+    [
+        pytest.param(blackwell_fwd, "out", id="forward"),
+        pytest.param(blackwell_bwd, "dq", id="backward", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_wrong_slot_is_found(module, quantity):
+    """The loader counts its slots from one further than the matmuls do."""
+    rings = {"k_slots", "ring_qk"}
+
+    def shifted(copy):
+        def copy_elsewhere(source, slot, barrier, **options):
+            name = next((n for n, x in stand_in.scratch.items() if n in rings and _whole(x) is _whole(slot)), "")
+            stand_in.hits += bool(name)
+            return copy(source, _next(stand_in.scratch[name]) if name else slot, barrier, **options)
+
+        return copy_elsewhere
+
+    case = dataclasses.replace(FORWARD_CASE, heads=1, kv_heads=1)
+    with without(module, patches=(forward_tiles(BlackwellForwardTiles(1, 64)),)) as stand_in:
+        stand_in.copy_gmem_to_smem = shifted(blackwell_fwd.plgpu.copy_gmem_to_smem)
+        judged = judge(case, backend=BLACKWELL, supports=only("forward" if quantity == "out" else "backward"))
+    assert stand_in.hits > 0
+    assert judged.faulty or quantity in {row.quantity for row in judged.table.failures}, judged.report()
+
+
+def _whole(ref):
+    while hasattr(ref, "ref"):
+        ref = ref.ref
+    return ref
+
+
+def _next(ring):
+    return ring.at[1]
