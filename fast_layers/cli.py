@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from fast_layers import doctor
+from fast_layers import doctor, tune
 from fast_layers._version import __version__
 
-_COMMANDS = (doctor,)
+_COMMANDS = (doctor, tune)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,204 @@
+"""`python -m fast_layers tune attention`: which tiles are fastest on the GPU at hand, written to the user's table.
+
+For each pass, depth, mask and length every legal choice of tiles is compiled and timed. The fastest one whose results
+also pass the parity suite's rule becomes an entry; `fast_layers.ops.attention.tuned` reads them. What stands in the
+table for other calls stays. A few minutes for each combination, most of it spent compiling.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fast_layers.arch import lowering_targets
+from fast_layers.dispatch import PASSES, Backend
+from fast_layers.ops.attention import api, tuned
+from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS, HopperBackwardTiles, HopperForwardTiles
+from fast_layers.ops.attention.problem import Residuals
+from fast_layers.testing import parity
+
+HIDDEN = 2048
+"""Heads times depth of the calls that are timed."""
+MASKS = ("full", "causal")
+_RUNS = 5
+_SECONDS_PER_RUN = 0.02
+_MOST_CALLS = 200
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "tune", help="time the kernels' tiles on this GPU, and write a table of the fastest", description=__doc__
+    )
+    parser.add_argument("op", choices=["attention"])
+    parser.add_argument("--depths", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], help="the last stands for more")
+    parser.add_argument("--masks", choices=MASKS, nargs="+", default=list(MASKS))
+    parser.add_argument("--passes", choices=PASSES, nargs="+", default=list(PASSES))
+    parser.add_argument("--tokens", type=int, default=16384, help="examples times length of what is timed")
+    parser.add_argument("--out", type=Path, default=None, help=f"default: {tuned.USER_TABLE}, else in ~/.config")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: Any) -> int:
+    a = arguments
+    arch = lowering_targets()[0]
+    if arch.capability != (9, 0):
+        print(f"tune attention: only Hopper's kernels (H100, H200) have tiles to choose, and here is {arch}")
+        return 1
+    path = a.out or tuned.user_path()
+    if path is None:
+        print(f"tune attention: {tuned.USER_TABLE} is empty, which means no user table; unset it or give --out")
+        return 1
+    entries = []
+    for pass_, depth, mask in itertools.product(a.passes, a.depths, a.masks):
+        entries += tune_kind(pass_, depth, mask, sorted(set(a.lengths)), a.tokens)
+    written = _merged(path, entries)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    origin = {
+        "device": arch.name,
+        "date": datetime.date.today().isoformat(),
+        "jax": jax.__version__,
+        "command": "python -m fast_layers tune attention",
+    }
+    path.write_text(tuned.dump(written, **origin))
+    print(f"{len(entries)} entries written to {path}, which holds {len(written)}")
+    return 0
+
+
+def _merged(path: Path, entries: list[tuned.Entry]) -> list[tuned.Entry]:
+    """The file's entries for other calls, and these."""
+    kinds = {entry.kind for entry in entries}
+    try:
+        earlier = tuned.parse(path.read_text())
+    except FileNotFoundError:
+        earlier = ()
+    except ValueError as error:
+        print(f"{path} was damaged and is replaced: {error}")
+        earlier = ()
+    return [*(entry for entry in earlier if entry.kind not in kinds), *entries]
+
+
+def tune_kind(pass_: str, depth: int, mask: str, lengths: list[int], tokens: int) -> list[tuned.Entry]:
+    """Entries from short to long; neighbours with the same tiles are one."""
+    entries: list[tuned.Entry] = []
+    for length in lengths:
+        milliseconds = stopwatch(pass_, depth, mask, length, max(tokens // length, 1))
+        timed = sorted(_times(candidates(pass_, depth), milliseconds), key=lambda pair: pair[1])
+        best = next(((tiles, ms) for tiles, ms in timed if agrees(pass_, depth, mask, tiles)), None)
+        where = f"{pass_}, depth {depth}, {mask}, length {length}"
+        if best is None:
+            print(f"{where}: no tiles work; the rule stays")
+            continue
+        print(f"{where}: {best[1]:.3f} ms with {best[0]}, the fastest of {len(timed)}")
+        if entries and entries[-1].tiles == best[0]:
+            entries.pop()
+        entries.append(tuned.Entry(tuned.HOPPER, pass_, depth, depth, mask, length, best[0]))
+    if entries and entries[-1].longest == lengths[-1]:
+        last = entries.pop()
+        entries.append(tuned.Entry(tuned.HOPPER, pass_, depth, depth, mask, None, last.tiles))
+    return entries
+
+
+def _times(choices: Iterator[tuned.Tiles], milliseconds: Callable[[tuned.Tiles], float]):
+    for tiles in choices:
+        try:
+            yield tiles, milliseconds(tiles)
+        except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+            # One choice that does not compile or run leaves the others.
+            print(f"  {tiles}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+
+
+def candidates(pass_: str, depth: int) -> Iterator[tuned.Tiles]:
+    """All that fit in shared memory."""
+    kind = tuned.tiles_class(pass_, depth, depth)
+    if kind is HopperForwardTiles:
+        grids = ((1, 0), (1, HOPPER_SMS), (2, HOPPER_SMS))
+        # Beyond depth 64 the output's rows do not fit in the share of three warpgroups.
+        warpgroups = (2, 3) if depth <= 64 else (2,)
+        choices = itertools.product(warpgroups, (64, 128), (2, 3, 4), grids, (True, False))
+        made = (kind(wgs, keys, stages, *grid, takes_turns=turns) for wgs, keys, stages, grid, turns in choices)
+    elif kind is HopperBackwardTiles:
+        made = itertools.starmap(kind, itertools.product((64, 128), (1, 2, 3)))
+    else:
+        made = itertools.starmap(kind, itertools.product((1, 2), repeat=3))
+    return (tiles for tiles in made if tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES)
+
+
+def stopwatch(pass_: str, depth: int, mask: str, length: int, batch: int) -> Callable[[Any], float]:
+    """Milliseconds of one call with given tiles, on random normal inputs in bfloat16."""
+    shape = (batch, length, max(HIDDEN // depth, 1), depth)
+    query, key, value, d_out = (
+        jax.random.normal(k, shape, jnp.bfloat16) for k in jax.random.split(jax.random.key(0), 4)
+    )
+    inputs, aux, options, _ = api._prepare(query, key, value, is_causal=mask == "causal")
+    problem = options.problem(inputs, aux)
+
+    def milliseconds(tiles: Any) -> float:
+        fwd, bwd = with_tiles("forward", tiles), with_tiles("backward", tiles)
+        if pass_ == "forward":
+            return _milliseconds(jax.jit(lambda inputs: fwd(problem, inputs, aux)), inputs)
+        from fast_layers.ops.attention import hopper_fwd
+
+        out, lse = jax.jit(lambda inputs: hopper_fwd.attend(problem, inputs, aux))(inputs)
+        residuals = Residuals(inputs, aux, out, lse)
+        call = jax.jit(lambda residuals, d_out: bwd(problem, residuals, d_out, jnp.zeros_like(residuals.lse)))
+        return _milliseconds(call, residuals, d_out)
+
+    return milliseconds
+
+
+def with_tiles(pass_: str, tiles: Any) -> Callable[..., Any]:
+    """The Hopper backend's function for one pass, with these tiles. Pallas is imported when it is called."""
+
+    def fwd(problem, inputs, aux):
+        from fast_layers.ops.attention import hopper_fwd
+
+        return hopper_fwd.attend(problem, inputs, aux, tiles)
+
+    def bwd(problem, residuals, d_out, d_lse):
+        from fast_layers.ops.attention import hopper_bwd
+
+        return hopper_bwd.attend_grad(problem, residuals, d_out, d_lse, tiles)
+
+    return fwd if pass_ == "forward" else bwd
+
+
+def _milliseconds(call: Callable[..., Any], *args: Any) -> float:
+    """The median of several runs of many calls with one wait each, after a first call that compiles."""
+
+    def seconds(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls - 1):
+            call(*args)
+        jax.block_until_ready(call(*args))
+        return time.perf_counter() - start
+
+    seconds(1)
+    calls = min(max(math.ceil(_SECONDS_PER_RUN / seconds(1)), 1), _MOST_CALLS)
+    return 1e3 * statistics.median(seconds(calls) / calls for _ in range(_RUNS))
+
+
+def agrees(pass_: str, depth: int, mask: str, tiles: Any) -> bool:
+    """Whether the kernel with these tiles passes the parity suite's rule, on a small case of this kind."""
+    case = parity.Case(
+        batch=1, q_len=600, kv_len=600, heads=2, kv_heads=2, qk_dim=depth, v_dim=depth, is_causal=mask == "causal"
+    )
+    backend = Backend(
+        "tiles",
+        lambda problem, arch, asked: None if asked == pass_ else "not asked for",
+        with_tiles("forward", tiles),
+        with_tiles("backward", tiles),
+    )
+    table = parity.check_parity(backends=[backend], cases={"tiles": case}, dtypes=[jnp.bfloat16])
+    if not table.ok:
+        print(f"  {tiles} is wrong:\n{table}")
+    return table.ok

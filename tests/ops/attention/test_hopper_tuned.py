@@ -1,0 +1,226 @@
+"""The tables of measured tiles, and the command that writes one. Runs anywhere: nothing is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fast_layers import tune
+from fast_layers.arch import Arch
+from fast_layers.cli import main
+from fast_layers.ops.attention import api, tuned
+from fast_layers.ops.attention.config import (
+    HOPPER_SMEM_BYTES,
+    HopperBackwardTiles,
+    HopperDeepBackwardTiles,
+    HopperForwardTiles,
+)
+
+H200 = Arch("cuda", "NVIDIA H200", (9, 0))
+
+
+def _problem(length=2048, depth=64, v_dim=None, heads=16, **options):
+    def call(query, value):
+        inputs, aux, given, _ = api._prepare(query, query, value, **options)
+        problems.append(given.problem(inputs, aux))
+
+    problems = []
+    shapes = (jax.ShapeDtypeStruct((8, length, heads, d), jnp.bfloat16) for d in (depth, v_dim or depth))
+    jax.eval_shape(call, *shapes)
+    return problems[0]
+
+
+@pytest.fixture
+def user_file(tmp_path, monkeypatch):
+    """Where the user's table is; the process has read none yet."""
+    path = tmp_path / "config" / "tiles.json"
+    monkeypatch.setenv(tuned.USER_TABLE, str(path))
+    tuned.user_table.cache_clear()
+    yield path
+    tuned.user_table.cache_clear()
+
+
+def _write(path, *entries):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tuned.dump(entries, device="none"))
+
+
+def _entry(tiles, longest=None, pass_="forward", depth=64, mask="causal"):
+    return tuned.Entry("sm_90", pass_, depth, depth, mask, longest, tiles)
+
+
+MINE = HopperForwardTiles(2, 64, stages=4)
+
+
+def test_the_shipped_table_and_the_rules_agree(user_file):
+    """The rules extend what was measured, so they must say the same of it."""
+    assert tuned.shipped_table()
+    for entry in tuned.shipped_table():
+        problem = _problem(entry.longest or 16384, entry.qk_dim, is_causal=entry.mask == "causal")
+        assert tuned.find(problem, entry.pass_) == entry.tiles
+        assert type(entry.tiles).of(problem) == entry.tiles
+
+
+def test_the_users_table_comes_first_and_covers_what_it_covers(user_file):
+    _write(user_file, _entry(MINE, longest=1024), _entry(HopperForwardTiles(2, 128, stages=2), longest=3000))
+    causal = {"is_causal": True}
+    assert tuned.find(_problem(1024, **causal), "forward") == MINE
+    assert tuned.find(_problem(1025, **causal), "forward") == HopperForwardTiles(2, 128, stages=2)
+    shipped = tuned.find(_problem(4096, **causal), "forward")
+    assert shipped in {entry.tiles for entry in tuned.shipped_table()}
+    assert tuned.find(_problem(1024), "forward") not in (None, MINE)
+    assert HopperForwardTiles.of(_problem(1024, **causal), MINE) == MINE
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, "full"),
+        ({"is_causal": True}, "causal"),
+        ({"is_causal": True, "q_offset": 3}, "causal"),
+        ({"local_window_size": (5, 0)}, "window"),
+        ({"segment_ids": np.zeros(2048, int)}, "arrays"),
+        ({"key_value_seq_lengths": np.full(8, 3)}, "arrays"),
+        ({"bias": np.zeros((1, 1), np.float32)}, None),
+        ({"mask": np.ones((1, 2048), bool)}, None),
+        ({"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, None),
+    ],
+    ids=str,
+)
+def test_kinds_of_masks(options, kind, user_file):
+    problem = _problem(**options)
+    assert tuned.mask_kind(problem) == kind
+    if kind is None:
+        assert tuned.find(problem, "forward") is None
+
+
+def test_what_no_table_has_takes_the_rule(user_file):
+    assert tuned.find(_problem(depth=96), "forward") is None
+    assert tuned.find(_problem(v_dim=128), "backward") is None
+
+
+def _damaged(**changes):
+    return {**_entry(MINE).as_json(), **changes}
+
+
+DAMAGED = {
+    "no JSON": ("{", "Expecting"),
+    "a list": ([], 'must be an object with "format": 1'),
+    "another format": ({"format": 2, "entries": []}, '"format": 1'),
+    "an entry without tiles": ([{"arch": "sm_90"}], "an entry must have exactly"),
+    "another GPU": ([_damaged(arch="sm_100")], "must be 'sm_90'"),
+    "an unknown mask": ([_damaged(mask="striped")], "must be one of full, causal, window, arrays"),
+    "an unknown pass": ([_damaged(**{"pass": "sideways"})], "must be forward or backward"),
+    "tiles that reject themselves": ([_damaged(tiles={"compute_wgs": 4, "kv_tile": 128})], "must be 1, 2 or 3"),
+    "tiles of a wrong type": ([_damaged(tiles={"compute_wgs": 2, "kv_tile": "128"})], "must be of type int"),
+    "an int for a bool": ([_damaged(tiles={"compute_wgs": 2, "kv_tile": 64, "takes_turns": 1})], "of type bool"),
+    "a tile too few": ([_damaged(tiles={"compute_wgs": 2})], "kv_tile"),
+    "a tile too many": ([_damaged(tiles={"compute_wgs": 2, "kv_tile": 64, "colour": 1})], "tiles must have"),
+    "tiles of the other pass": ([_damaged(**{"pass": "backward"})], "tiles must have q_tile"),
+    "too much shared memory": ([_damaged(tiles={"compute_wgs": 3, "kv_tile": 256, "stages": 4})], "shared memory"),
+    "splits": ([_damaged(tiles={"compute_wgs": 2, "kv_tile": 64, "splits": 2})], "splits=2 must be 1"),
+    "a depth of text": ([_damaged(qk_dim="64")], "must be positive integers"),
+    "no length": ([_damaged(longest=0)], "longest"),
+    "one thing said twice": ([_damaged(), _damaged()], "two entries"),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_table_is_reported_and_ignored(content, words, user_file):
+    if isinstance(content, list) and content:
+        content = {"format": 1, "entries": content}
+    user_file.parent.mkdir()
+    user_file.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.warns(UserWarning, match="is ignored") as warned:
+        assert tuned.user_table() == ()
+    assert words in str(warned[0].message)
+    assert "python -m fast_layers tune attention" in str(warned[0].message)
+    assert tuned.find(_problem(), "forward") is not None
+
+
+def test_where_the_users_table_is(monkeypatch, tmp_path):
+    monkeypatch.delenv(tuned.USER_TABLE, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert tuned.user_path() == tmp_path / "fast_layers" / "attention_tiles.json"
+    monkeypatch.setenv(tuned.USER_TABLE, "")
+    assert tuned.user_path() is None
+
+
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_candidates_fit_and_hold_the_rules_choice(pass_, depth):
+    made = list(tune.candidates(pass_, depth))
+    assert len(set(made)) == len(made)
+    assert all(tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES for tiles in made)
+    kind = tuned.tiles_class(pass_, depth, depth)
+    assert {kind.of(_problem(16384, depth)), kind.of(_problem(1024, depth))} <= set(made)
+
+
+class TestTune:
+    @pytest.fixture(autouse=True)
+    def pretended(self, monkeypatch, user_file):
+        """A Hopper GPU on which fewer stages, and fewer queries a step, are faster."""
+
+        def stopwatch(pass_, depth, mask, length, batch):
+            return lambda tiles: sum(value for value in vars(tiles).values()) * length
+
+        monkeypatch.setattr(tune, "lowering_targets", lambda: (H200,))
+        monkeypatch.setattr(tune, "stopwatch", stopwatch)
+        monkeypatch.setattr(tune, "agrees", lambda *_: True)
+
+    def test_writes_a_table_that_is_read(self, user_file, capsys):
+        assert main(["tune", "attention", "--lengths", "1024", "512"]) == 0
+        assert "12 entries written" in capsys.readouterr().out
+        raw = json.loads(user_file.read_text())
+        assert raw["device"] == "NVIDIA H200"
+        assert {entry["longest"] for entry in raw["entries"]} == {None}  # the same tiles at both lengths
+        assert tuned.find(_problem(is_causal=True), "forward") == HopperForwardTiles(2, 64, stages=2, takes_turns=False)
+        assert tuned.find(_problem(depth=128), "backward") == HopperBackwardTiles(64, stages=1)
+        assert tuned.find(_problem(depth=256), "backward") == HopperDeepBackwardTiles(1, 1, 1)
+
+    def test_keeps_what_it_did_not_time(self, user_file):
+        other = _entry(MINE, mask="window")
+        _write(user_file, other, _entry(MINE))
+        assert main(["tune", "attention", "--depths", "64", "--masks", "causal", "--passes", "forward"]) == 0
+        assert other in tuned.user_table()
+        assert _entry(MINE) not in tuned.user_table()
+        assert len(tuned.user_table()) == 2
+
+    def test_tiles_that_differ_by_length(self, monkeypatch):
+        def stopwatch(pass_, depth, mask, length, batch):
+            return lambda tiles: abs(tiles.stages - (2 if length < 4096 else 3)) + dataclasses.astuple(tiles)[1]
+
+        monkeypatch.setattr(tune, "stopwatch", stopwatch)
+        entries = tune.tune_kind("forward", 64, "full", [512, 1024, 4096, 8192], 8192)
+        assert [(entry.longest, entry.tiles.stages) for entry in entries] == [(1024, 2), (None, 3)]
+
+    def test_passes_over_what_is_wrong_or_fails(self, monkeypatch, capsys):
+        def stopwatch(pass_, depth, mask, length, batch):
+            def milliseconds(tiles):
+                if tiles.stages == 1:
+                    raise jax.errors.JaxRuntimeError("no such kernel")
+                return tiles.stages
+
+            return milliseconds
+
+        monkeypatch.setattr(tune, "stopwatch", stopwatch)
+        monkeypatch.setattr(tune, "agrees", lambda pass_, depth, mask, tiles: tiles.q_tile == 64)
+        (entry,) = tune.tune_kind("backward", 64, "full", [512], 512)
+        assert entry.tiles == HopperBackwardTiles(64, stages=2)
+        assert "no such kernel" in capsys.readouterr().out
+
+    def test_needs_a_hopper_gpu(self, monkeypatch, capsys, user_file):
+        monkeypatch.setattr(tune, "lowering_targets", lambda: (Arch("cpu"),))
+        assert main(["tune", "attention"]) == 1
+        assert "here is cpu" in capsys.readouterr().out
+        assert not user_file.exists()
+
+    def test_needs_a_place(self, monkeypatch, capsys):
+        monkeypatch.setenv(tuned.USER_TABLE, "")
+        assert main(["tune", "attention"]) == 1
+        assert "give --out" in capsys.readouterr().out
