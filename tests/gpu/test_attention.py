@@ -68,6 +68,49 @@ def test_twenty_runs_give_the_same_bits(backend, is_causal, depth, length):
     assert all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(first))
 
 
+PER_SCORE = {
+    "bias": {"bias": (2, 8)},
+    "shared bias": {"bias": (1, 8)},
+    "mask": {"mask": True},
+    "dropout": {"dropout_rate": 0.2},
+    "all": {"bias": (1, 1), "mask": True, "dropout_rate": 0.2, "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("length", [129, 1024])
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("options", PER_SCORE.values(), ids=PER_SCORE)
+def test_twenty_runs_with_something_for_each_score_give_the_same_bits(options, depth, length):
+    """By name, all gradients: the bias' too."""
+    rng = np.random.default_rng(0)
+    query, key, value, d_out = (jnp.asarray(rng.normal(size=(2, length, 8, depth)), jnp.bfloat16) for _ in range(4))
+    given = dict(options)
+    bias = given.pop("bias", None)
+    if bias is not None:
+        bias = jnp.asarray(rng.normal(size=(*bias, length, length)), jnp.bfloat16)
+    if given.pop("mask", False):
+        given["mask"] = jnp.asarray(rng.random((2, 1, length, length)) < 0.7)
+    if "dropout_rate" in given:
+        given["dropout_rng"] = jax.random.key(0)
+    refusals = _refusals("hopper", query, key, value, **given)
+    if any(refusals.values()):
+        pytest.skip(str(refusals))
+
+    @jax.jit
+    def call(query, key, value, bias, d_out):
+        def op(query, key, value, bias):
+            return fast_layers.dot_product_attention(query, key, value, bias, implementation="hopper", **given)
+
+        out, pull = jax.vjp(op, query, key, value, bias)
+        return out, pull(d_out)
+
+    first = jax.device_get(call(query, key, value, bias, d_out))
+    for run in range(1, RUNS):
+        jnp.sort(jnp.asarray(rng.normal(size=1 << 16))).block_until_ready()
+        assert_bitwise_equal(jax.device_get(call(query, key, value, bias, d_out)), first, f"run {run}: ")
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(first))
+
+
 def _refusals(name, query, key, value, **options):
     explained = fast_layers.explain(
         lambda *x: fast_layers.dot_product_attention(*x, implementation="reference", **options), query, key, value
