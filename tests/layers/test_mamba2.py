@@ -6,9 +6,12 @@ F = d_model, T positions.
 from __future__ import annotations
 
 import functools
+import pathlib
+import re
 
 import flax.linen as nn
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -356,7 +359,7 @@ def test_linen_partitioning_reaches_the_parameters():
 
 
 @pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs four CPU devices")
-@pytest.mark.parametrize("kind", [AxisType.Auto], ids=["automatic"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 def test_sharded_batch(kind):
     made, u = layer(), text((4, T, F))
     ids = jnp.broadcast_to(jnp.arange(T) // 4, (4, T))
@@ -461,3 +464,28 @@ def test_explain_names_all_three_ops():
         "ssd",
         "gated_rms_norm",
     ]
+
+
+@pytest.mark.exhaustive
+def test_the_page_runs():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "mamba2.md").read_text()
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "mamba2.md", "exec"), names)
+    whole = names["layer"](names["u"])
+    close(jnp.concatenate([names["y1"], names["y2"]], 1), whole, rtol=1e-3, atol=1e-5)
+    close(jnp.concatenate([names["prompt"], names["token"]], 1), whole[:, :61], rtol=1e-3, atol=1e-5)
+
+
+def test_export_with_symbolic_batch_and_length():
+    """The function that is exported knows neither."""
+    graph, state = nnx.split(layer(ngroups=2))
+
+    def apply(state, u, ids):
+        return nnx.merge(graph, state)(u, segment_ids=ids)
+
+    b, t = jax.export.symbolic_shape("b, t")
+    shapes = jax.ShapeDtypeStruct((b, t, F), jnp.float32), jax.ShapeDtypeStruct((b, t), jnp.int32)
+    exported = jax.export.export(jax.jit(apply))(state, *shapes)
+    u, ids = text((2, T, F)), jnp.broadcast_to(jnp.arange(T) // 2, (2, T))
+    close(exported.call(state, u, ids), jit(apply)(state, u, ids), rtol=1e-3, atol=1e-5)
