@@ -13,7 +13,8 @@ epilogue of this one runs. With `ping_pong` the compute warpgroups take tiles in
 for epilogues either. Blocks of a cluster stand below one another and load each half of the columns' operand, for both.
 
 What stands beyond an operand's end is loaded as zeros, and not stored; so sizes need not be multiples of a tile, only
-of TMA's own (`fit`).
+of TMA's own: 8 rows and 64 columns. Where they are not, `fit` copies the operand. K is not split over blocks, so a
+product of few rows and columns leaves SMs idle.
 
 No GPU has run this kernel yet.
 """
