@@ -4,7 +4,7 @@
     model = checkpoints.load_mamba2("mamba2-130m")     # a folder with config.json and model.safetensors
     logits = model(tokens)
 
-Needs the package safetensors (`pip install fast-layers[checkpoints]`).
+Needs the package safetensors, 0.8 or newer (`pip install fast-layers[checkpoints]`).
 """
 
 from fast_layers.checkpoints.config import Mamba2LMConfig as Mamba2LMConfig
