@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fast_layers.arch import Arch
+from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
 from fast_layers.ops.attention.hopper_call import may_be_partitioned
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 
@@ -30,6 +31,8 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
         return f"needs sizes known when tracing, got symbolic {symbolic}"
     if max(p.qk_dim, p.v_dim) > MAX_DEPTH[pass_]:
         return f"the {pass_} kernel takes depths up to {MAX_DEPTH[pass_]}, got {p.qk_dim} and {p.v_dim}"
+    if pass_ == "forward" and not BlackwellForwardTiles.fitting(p):
+        return f"depths {p.qk_dim} and {p.v_dim} do not fit in shared memory together; pad the smaller to the larger"
     if p.bias is not None:
         return "takes no bias"
     if p.mask.dense is not None:

@@ -73,7 +73,11 @@ class BlackwellForwardTiles:
 
     @classmethod
     def of(cls, problem: Problem) -> BlackwellForwardTiles:
-        """The first that fits: two tiles of queries, so that one multiplies while the other exponentiates."""
+        return cls.fitting(problem)[0]
+
+    @classmethod
+    def fitting(cls, problem: Problem) -> list[BlackwellForwardTiles]:
+        """Best first: two tiles of queries, so that one multiplies while the other exponentiates. Maybe none."""
         p = problem
         causal = p.mask.band is not None and p.mask.band.high is not None
         # The hardware's own scheduler balances a causal mask's tiles, as measured on Hopper.
@@ -84,7 +88,7 @@ class BlackwellForwardTiles:
             for kv_tile in (128, 64)
             for stages in (4, 3, 2)
         ]
-        return next(tiles for tiles in choices if tiles.fits(p))
+        return [tiles for tiles in choices if tiles.fits(p)]
 
     def fits(self, problem: Problem) -> bool:
         p = problem

@@ -1,0 +1,108 @@
+"""When the Blackwell backend is taken, and what it says where it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import fast_layers
+from fast_layers import masks
+from fast_layers.arch import Arch
+from fast_layers.dispatch import choose
+from fast_layers.ops.attention import api, blackwell_call
+from fast_layers.ops.attention.backends import BACKENDS
+from fast_layers.ops.attention.blackwell_config import (
+    BLACKWELL_SMEM_BYTES,
+    BLACKWELL_TMEM_COLUMNS,
+    BlackwellBackwardTiles,
+    BlackwellForwardTiles,
+)
+
+B200 = Arch("cuda", "NVIDIA B200", (10, 0))
+
+
+def _problem(qk_dim=64, v_dim=None, length=512, dtype=jnp.bfloat16, **options):
+    query = jnp.zeros((1, length, 2, qk_dim), dtype)
+    value = jnp.zeros((1, length, 2, v_dim or qk_dim), dtype)
+    inputs, aux, given, _ = api._prepare(query, query, value, **options)
+    return given.problem(inputs, aux)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_taken_by_name_only(pass_, capability):
+    arch = dataclasses.replace(B200, capability=capability)
+    by_itself = choose(BACKENDS, _problem(), arch, pass_)
+    assert by_itself.backend is not None
+    assert by_itself.backend.name != "blackwell"
+    reason = dict(by_itself.refusals)["blackwell"]
+    assert reason == 'simulated and compiled, never run on hardware; take it by name: implementation="blackwell"'
+    by_name = choose(BACKENDS, _problem(), arch, pass_, "blackwell")
+    assert by_name.backend is not None
+    assert by_name.backend.name == "blackwell"
+
+
+REFUSALS = {
+    "float32": ({"dtype": jnp.float32}, "forward", "takes bfloat16 and float16, got float32"),
+    "bias": ({"bias": jnp.zeros((1, 2, 512, 512), jnp.bfloat16)}, "forward", "takes no bias"),
+    "dense mask": ({"mask": masks.Dense(jnp.ones((1, 1, 512, 512), bool))}, "forward", "takes no dense mask"),
+    "too deep": ({"qk_dim": 264}, "forward", "depths up to 256, got 264 and 264"),
+    "no room": ({"qk_dim": 240, "v_dim": 256}, "forward", "depths 240 and 256 do not fit in shared memory together"),
+    "deep gradient": ({"qk_dim": 192, "v_dim": 128}, "backward", "backward kernel takes depths up to 128"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refuses_with_the_reason(name):
+    options, pass_, text = REFUSALS[name]
+    assert text in (blackwell_call.supports(_problem(**options), B200, pass_) or "taken")
+
+
+@pytest.mark.parametrize("arch", [Arch("cpu", "cpu", None), Arch("cuda", "NVIDIA H200", (9, 0))], ids=str)
+def test_refuses_other_devices(arch):
+    reason = blackwell_call.supports(_problem(), arch, "forward")
+    assert reason == f"needs an NVIDIA GPU of compute capability 10.0 (B200) or 10.3 (B300), got {arch}"
+
+
+def test_raises_by_name_elsewhere():
+    query = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="blackwell: needs an NVIDIA GPU of compute capability"):
+        fast_layers.dot_product_attention(query, query, query, implementation="blackwell")
+
+
+@pytest.mark.parametrize(
+    "depths", [(16, 16), (64, 64), (80, 80), (128, 128), (192, 128), (64, 256), (256, 256)], ids=str
+)
+@pytest.mark.parametrize("length", [1, 129, 4096])
+def test_tiles_fit(depths, length):
+    tiles = BlackwellForwardTiles.of(_problem(*depths, length=length))
+    assert tiles.smem_bytes(*depths) <= BLACKWELL_SMEM_BYTES
+    assert tiles.tmem_columns(depths[1]) <= BLACKWELL_TMEM_COLUMNS
+    warpgroups = tiles.q_tiles * [tiles.softmax_registers] + [tiles.load_registers, tiles.multiply_registers]
+    launched_with = 65536 // (128 * len(warpgroups)) // 8 * 8
+    assert sum(warpgroups) <= launched_with * len(warpgroups)  # a block that asks for more waits for ever
+
+
+def test_backward_registers():
+    tiles = BlackwellBackwardTiles()
+    assert 2 * tiles.compute_registers + tiles.load_registers + tiles.multiply_registers <= 4 * 128
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"q_tiles": 3}, "must be 1 or 2"),
+        ({"kv_tile": 96}, "must be 64 or 128"),
+        ({"stages": 1}, "must be at least 2"),
+        ({"blocks": -1}, "must be at least 0"),
+        ({"rescale_log2": 9.0}, "must be from 0 to 8"),
+    ],
+    ids=str,
+)
+def test_tiles_reject_themselves(wrong, text):
+    with pytest.raises(ValueError, match=text):
+        BlackwellForwardTiles(**({"q_tiles": 2, "kv_tile": 128} | wrong))
+    with pytest.raises(ValueError, match="must be 2 or 4"):
+        BlackwellBackwardTiles(stages=3)
