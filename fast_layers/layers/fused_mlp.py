@@ -133,7 +133,6 @@ class FusedMLP(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "*B I"],
-        *,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> Float[Array, "*B O"]:

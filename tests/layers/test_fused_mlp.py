@@ -204,6 +204,16 @@ class TestDropout:
         np.testing.assert_allclose(dropped[kept], 2 * whole[kept], rtol=1e-6)
 
 
+def test_nnx_remat_of_the_method():
+    model = _fused(nnx.Rngs(params=0, dropout=1), **KINDS["swiglu"])
+
+    def loss(call):
+        return nnx.jit(nnx.grad(lambda model, x: (call(model, x) ** 2).sum()))(model, X)
+
+    got, want = loss(nnx.remat(fast_layers.FusedMLP.__call__)), loss(fast_layers.FusedMLP.__call__)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+
+
 def test_dtypes():
     assert _fused(dtype=jnp.bfloat16)(X).dtype == jnp.bfloat16
     assert _fused(param_dtype=jnp.bfloat16)(X).dtype == jnp.float32

@@ -35,11 +35,12 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[Float[Array, "M O"], PreA
 def backward(problem: Problem, residuals: Residuals, d_out: Float[Array, "M O"]) -> Inputs:
     """Gradients of all inputs, in the inputs' dtypes."""
     p, inputs = problem, residuals.inputs
-    up, gate = residuals.pre_up, residuals.pre_gate
+    # Without the barriers XLA sees that the forward computed the same in the same program, and keeps that instead.
     if p.save == "inputs":
-        # Without the barrier XLA sees the forward's own pre-activations in the same program and keeps those instead.
         inputs, d_out = lax.optimization_barrier((inputs, d_out))
         up, gate = _pre_activations(p, inputs)
+    else:
+        up, gate, d_out = lax.optimization_barrier((residuals.pre_up, residuals.pre_gate, d_out))
     d_w_down = d_b_down = None
     d_h = d_out
     if inputs.w_down is not None:
