@@ -126,7 +126,9 @@ class Mamba2(nn.Module):
 
     @nn.nowrap
     def _weights(self, o: Mamba2Options) -> MixerWeights:
-        taps: dict[str, Any] = {"kernel": (self.conv_kernel_init or init.convolution(self.conv_init), (o.d_conv, 1, o.conv_channels))}
+        taps: dict[str, Any] = {
+            "kernel": (self.conv_kernel_init or init.convolution(self.conv_init), (o.d_conv, 1, o.conv_channels))
+        }
         if self.conv_bias:
             taps["bias"] = (init.convolution_bias(o.d_conv), (o.conv_channels,))
         conv = _Parameters(taps, self.param_dtype, name="conv1d")()
