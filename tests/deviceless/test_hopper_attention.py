@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deviceless import functions
+from deviceless import attention_functions, functions
 from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES
 from fast_layers.testing import Compilation, compile_all_for
 from fast_layers.testing.deviceless import missing_wheels
@@ -31,12 +31,15 @@ class Call:
     v_dim: int | None = None
     batch: int = 2
     segments: bool = False
+    bias: bool = False
+    mask: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def kernels(self) -> tuple[str, str]:
+    def kernels(self) -> tuple[str, ...]:
         deep = max(self.qk_dim, self.v_dim or 0) > 128
-        return "attention_forward", "attention_backward_deep" if deep else "attention_backward"
+        both = "attention_forward", "attention_backward_deep" if deep else "attention_backward"
+        return (*both, "attention_bias_gradient") if self.bias else both
 
     def compilation(self) -> Compilation:
         def shape(length, heads, depth):
@@ -49,12 +52,18 @@ class Call:
             shape(self.length, self.kv_heads, v_dim),
             shape(self.length, self.heads, v_dim),
         )
+        if self.bias or self.mask or "dropout_rate" in self.options:
+            square = (self.length, self.length)
+            bias = jax.ShapeDtypeStruct((1, self.heads, *square), jnp.bfloat16) if self.bias else None
+            mask = jax.ShapeDtypeStruct((self.batch, 1, *square), bool) if self.mask else None
+            return Compilation(attention_functions.attention_per_score, (*shapes, bias, mask), self.options)
         # An argument: XLA takes many seconds to fold what is computed from a constant of this length.
         ids = (jax.ShapeDtypeStruct((self.length,), jnp.int32),) if self.segments else ()
         return Compilation(functions.attention_and_gradients, (*shapes, *ids), self.options)
 
 
 CAUSAL = {"is_causal": True}
+DROPOUT = {"dropout_rate": 0.1}
 EVERYTHING = {"is_causal": True, "softcap": 30.0, "sinks": np.zeros(16, np.float32), "local_window_size": (1024, 0)}
 BATCHES = {
     "shallow": {
@@ -77,13 +86,25 @@ BATCHES = {
         "d256 causal": Call(qk_dim=256, options=CAUSAL),
         "d256 segments": Call(kv_heads=4, qk_dim=256, segments=True, options=CAUSAL),
     },
+    "per score": {
+        "d128 bias": Call(2048, bias=True),
+        "d128 causal, dropout": Call(2048, options=CAUSAL | DROPOUT),
+    },
+    "more per score": {
+        "d64 bias": Call(2048, qk_dim=64, bias=True),
+        "d128 mask": Call(2048, mask=True),
+        "d256 dropout": Call(2048, qk_dim=256, options=DROPOUT),
+        "d64 mask, dropout": Call(2048, qk_dim=64, mask=True, options=DROPOUT),
+        "d256 everything per score": Call(
+            2048, qk_dim=256, bias=True, mask=True, options=CAUSAL | DROPOUT | {"softcap": 30.0}
+        ),
+    },
 }
 
 # Bytes of spilled stores: (forward, backward), about a fifth above what ptxas 13.3 made of them on 2026-11-20.
 # The backward keeps four accumulators, up to the last of its 240 registers; what it spills are addresses and bounds
 # that ptxas hoists out of the loop over queries. The forward spills in a few settings only: where three compute
 # warpgroups leave 32 registers to the load warpgroup, and where many options meet.
-NO_SPILLS = (0, 0)
 SPILLS = {
     "d64 full, short": (0, 40),
     "d64 full": (0, 40),
@@ -101,12 +122,22 @@ SPILLS = {
     "d256 full": (0, 48),
     "d256 causal": (16, 230),
     "d256 segments": (80, 230),
+    "d64 bias": (0, 230, 0),
+    "d64 mask, dropout": (0, 1340),
+    "d128 bias": (16, 140, 0),
+    "d128 mask": (44, 80),
+    "d128 causal, dropout": (0, 800),
+    "d256 dropout": (0, 600),
+    "d256 everything per score": (100, 1250, 8),
 }
 # Both kernels together; 6 to 40 on a busy machine of two cores.
 MOST_SECONDS = 90.0
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+EXHAUSTIVE = pytest.param("more per score", marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("batch", [name if name != "more per score" else EXHAUSTIVE for name in BATCHES])
 def test_kernels_compile_well(batch):
     calls = BATCHES[batch]
     reports = compile_all_for("h200", [call.compilation() for call in calls.values()])
@@ -122,10 +153,10 @@ def test_kernels_compile_well(batch):
         if missing := set(call.kernels) - set(kernels):
             faults.append(f"{name}: {missing} was not chosen; there are {sorted(kernels)}")
             continue
-        for kernel_name, most in zip(call.kernels, SPILLS.get(name, NO_SPILLS), strict=True):
+        for kernel_name, most in zip(call.kernels, SPILLS.get(name, (0,) * len(call.kernels)), strict=True):
             kernel = kernels[kernel_name]
             print(
-                f"  {kernel_name}: {kernel.live_registers} registers of {max(kernel.register_budgets)}, "
+                f"  {kernel_name}: {kernel.live_registers} registers of {max(kernel.register_budgets, default=255)}, "
                 f"{kernel.smem_bytes} bytes of shared memory, {kernel.spill_store_bytes} spilled"
             )
             where = f"{name}, {kernel_name}"
