@@ -7,6 +7,6 @@ from fast_layers.ops.ssd import hopper_call, reference, xla
 
 BACKENDS: tuple[Backend, ...] = (
     Backend("hopper", hopper_call.supports, hopper_call.forward, hopper_call.backward, automatic=False),
-    Backend("xla", xla.supports, xla.forward, xla.backward, fallback_on=frozenset({"cuda"})),
+    Backend("xla", xla.supports, xla.forward, xla.backward),
     Backend("reference", reference.supports, reference.forward, reference.backward, automatic=False),
 )
