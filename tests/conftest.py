@@ -27,7 +27,7 @@ _COMMON = {
 # "ci" draws the same examples in each run and reports the first that fails (to shrink it is minutes of compiling);
 # "quick" is the same with fewer, "explore" draws others each time, more of them, and shrinks.
 _AS_DRAWN = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-hypothesis.settings.register_profile("ci", derandomize=True, max_examples=30, phases=_AS_DRAWN, **_COMMON)
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=20, phases=_AS_DRAWN, **_COMMON)
 hypothesis.settings.register_profile("quick", derandomize=True, max_examples=6, phases=_AS_DRAWN, **_COMMON)
 hypothesis.settings.register_profile("explore", max_examples=300, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

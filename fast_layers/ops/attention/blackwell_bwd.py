@@ -35,6 +35,7 @@ from jaxtyping import Array, Float, Int
 
 from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.kernel_parts.online_softmax import LOG2_E
+from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention.blackwell_config import BlackwellBackwardTiles
@@ -47,7 +48,7 @@ from fast_layers.ops.attention.blackwell_tile import (
     by_row,
     column_slices,
 )
-from fast_layers.ops.attention.hopper_call import RowMask, over_batch, pad_axis, pad_for_tma, padded_depth, round_up
+from fast_layers.ops.attention.hopper_call import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
 from fast_layers.ops.attention.hopper_mask import TileMask, tanh
 from fast_layers.ops.attention.problem import Inputs, Problem, Residuals, finite_or_zero
 from fast_layers.ops.attention.xla import sink_gradient
@@ -100,10 +101,10 @@ def attend_grad(
         RowMask.of(p, aux.mask, ROWS, tiles.step_tile),
         None,
     )
-    (d_query,) = over_batch(functools.partial(_launch, "queries", tiles))(p, operands)
+    (d_query,) = over_batch(functools.partial(_launch, "queries", tiles), SHARED)(p, operands)
     mask = RowMask.of(p, aux.mask, tiles.step_tile, ROWS)
     operands = operands._replace(mask=mask, q_span=None if mask is None else _query_span(p, mask, tiles))
-    d_key, d_value = over_batch(functools.partial(_launch, "keys", tiles))(p, operands)
+    d_key, d_value = over_batch(functools.partial(_launch, "keys", tiles), SHARED)(p, operands)
     return Inputs(
         query=d_query[:, : p.q_len, :, : p.qk_dim],
         key=d_key[:, : p.kv_len, :, : p.qk_dim],

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fast_layers.arch import Arch
+from fast_layers.kernel_parts import automatic_axes
 from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
-from fast_layers.ops.attention.hopper_call import may_be_partitioned
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 
 CAPABILITIES = ((10, 0), (10, 3))
@@ -18,11 +18,8 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     p = problem
     if arch.platform != "cuda" or arch.capability not in CAPABILITIES:
         return f"needs an NVIDIA GPU of compute capability 10.0 (B200) or 10.3 (B300), got {arch}"
-    if may_be_partitioned():
-        return (
-            "several GPUs are here, and XLA cannot split this kernel by itself: call inside jax.shard_map, or shard "
-            "batch and heads over explicit mesh axes"
-        )
+    if automatic_axes.may_be_partitioned():
+        return f"{automatic_axes.WAY_OUT}, or shard batch and heads over explicit mesh axes"
     if p.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {p.dtype}; cast the inputs"
     sizes = (p.batch, p.q_len, p.kv_len, p.heads, p.kv_heads, p.qk_dim, p.v_dim)

@@ -40,6 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax, zero_where_empty
+from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.kernel_parts.tile_order import TileOrder, snake, turns
 from fast_layers.ops.attention import packed_heads
@@ -56,9 +57,9 @@ from fast_layers.ops.attention.blackwell_tile import (
 )
 from fast_layers.ops.attention.config import packs_heads
 from fast_layers.ops.attention.hopper_call import (
+    SHARED,
     TMA_ROWS,
     RowMask,
-    over_batch,
     pad_axis,
     pad_for_tma,
     padded_depth,
@@ -93,7 +94,7 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: BlackwellForwardTi
         None if sinks is None else _by_row(sinks, p, tiles.q_tile),
         RowMask.of(p, form, tiles.q_tile, tiles.kv_tile),
     )
-    out, lse = over_batch(functools.partial(_launch, tiles, problem.group if packs else 1))(p, operands)
+    out, lse = over_batch(functools.partial(_launch, tiles, problem.group if packs else 1), SHARED)(p, operands)
     return out[..., : problem.v_dim], lse
 
 

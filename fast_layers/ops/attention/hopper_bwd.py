@@ -33,14 +33,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.kernel_parts.online_softmax import LOG2_E
+from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention import tuned
 from fast_layers.ops.attention.config import MAX_SHALLOW_DEPTH, HopperBackwardTiles, HopperDeepBackwardTiles
 from fast_layers.ops.attention.hopper_call import (
     ROWS,
+    SHARED,
     RowMask,
-    over_batch,
     pad_axis,
     pad_for_tma,
     padded_depth,
@@ -119,7 +120,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         None if mask is None else _query_span(p, mask, tiles.q_tile, tiles.kv_tile),
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile, keys_first=True),
     )
-    d_query, d_key, d_value = over_batch(functools.partial(launch, tiles))(p, operands)
+    d_query, d_key, d_value = over_batch(functools.partial(launch, tiles), SHARED)(p, operands)
     # Integers know no NaN; a row that starts from NaN has one in every weight.
     to_float = jnp.where(jnp.isnan(start), jnp.nan, p.scale / units).swapaxes(1, 2)[..., None]
     return Inputs(

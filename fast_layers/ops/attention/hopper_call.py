@@ -10,22 +10,19 @@ arrays, each row's key interval, and per tile of rows the keys that some row see
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType
 from jaxtyping import Array, Int
 
 from fast_layers.arch import Arch
+from fast_layers.kernel_parts import automatic_axes
 from fast_layers.kernel_parts.kv_range import INT_MAX, KvRange
 from fast_layers.ops.attention.masks import MaskForm
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 
+SHARED = frozenset({"sinks", "mask", "q_span", "logits"})
+"""Operands of which all examples of a batch may share one."""
 ROWS = 64
 """Rows of one warpgroup's wgmma."""
 DEPTH_MULTIPLE = 16
@@ -40,11 +37,8 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
         return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got {arch}"
     if arch.capability != (9, 0):
         return f"needs compute capability 9.0 (H100, H200), got {arch.capability[0]}.{arch.capability[1]}"
-    if may_be_partitioned():
-        return (
-            "several GPUs are here, and XLA cannot split this kernel by itself: call inside jax.shard_map, or shard "
-            "batch and heads over explicit mesh axes"
-        )
+    if automatic_axes.may_be_partitioned():
+        return f"{automatic_axes.WAY_OUT}, or shard batch and heads over explicit mesh axes"
     if p.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {p.dtype}; cast the inputs"
     sizes = (p.batch, p.q_len, p.kv_len, p.heads, p.kv_heads, p.qk_dim, p.v_dim)
@@ -67,18 +61,6 @@ def by_name_only(problem: Problem, arch: Arch, pass_) -> str | None:
     has = (("bias", p.bias is not None), ("dense mask", p.mask.dense is not None), ("dropout", bool(p.dropout_rate)))
     untried = " and ".join(name for name, present in has if present)
     return f"no GPU has run this kernel with {untried} yet" if untried else None
-
-
-def may_be_partitioned() -> bool:
-    """Whether XLA may spread what is traced here over several GPUs: it would run the whole kernel on each of them."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return _gpus_here() > 1
-    return any(kind == AxisType.Auto and size > 1 for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True))
-
-
-def _gpus_here() -> int:
-    return sum(device.platform == "gpu" for device in jax.devices())
 
 
 def forward(problem: Problem, inputs: Inputs, aux: Aux):
@@ -172,37 +154,3 @@ def _one_segment(start, stop, query_ids, key_ids):
         return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1)
 
     return (at(run, start) == at(run, stop - 1)) & (at(key_ids, start) == query_ids)
-
-
-_SHARED = frozenset({"sinks", "mask", "q_span", "logits"})
-
-
-def over_batch(run: Callable[[Problem, Any], Any]) -> Callable[[Problem, Any], Any]:
-    """`run(problem, operands)`, which `jax.vmap` calls once on a larger batch.
-
-    Each array in `operands`, a named tuple, and each result has the batch as its first dimension; those of the names
-    in `_SHARED` may have 1, for what all examples share.
-    """
-
-    def call(problem: Problem, operands: Any) -> Any:
-        mapped = custom_vmap(functools.partial(run, problem))
-
-        @mapped.def_vmap
-        def _fold(axis_size, in_batched, operands):
-            def fold(name, x, batched):
-                if not batched and x.shape[0] == 1 and name in _SHARED:
-                    return x
-                x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-                x = jnp.broadcast_to(x, (axis_size, problem.batch, *x.shape[2:]))
-                return x.reshape(axis_size * problem.batch, *x.shape[2:])
-
-            larger = dataclasses.replace(problem, batch=axis_size * problem.batch)
-            fields = zip(operands._fields, operands, in_batched[0], strict=True)
-            folded = type(operands)(*(jax.tree.map(functools.partial(fold, name), x, b) for name, x, b in fields))
-            out = call(larger, folded)
-            unfolded = jax.tree.map(lambda x: x.reshape(axis_size, problem.batch, *x.shape[1:]), out)
-            return unfolded, jax.tree.map(lambda _: True, unfolded)
-
-        return mapped(operands)
-
-    return call

@@ -30,15 +30,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
+from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder, snake, turns
 from fast_layers.ops.attention import packed_heads, split_kv, tuned
 from fast_layers.ops.attention.config import HopperForwardTiles, packs_heads
 from fast_layers.ops.attention.hopper_call import (
     ROWS,
+    SHARED,
     TMA_ROWS,
     RowMask,
-    over_batch,
     pad_axis,
     pad_for_tma,
     padded_depth,
@@ -79,7 +80,7 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile),
     )
     group = problem.group if packs else 1
-    out, lse = over_batch(functools.partial(_launch, tiles, group))(p, operands)
+    out, lse = over_batch(functools.partial(_launch, tiles, group), SHARED)(p, operands)
     out = out[..., : problem.v_dim]
     if sinks is not None and tiles.splits > 1:
         out, lse = split_kv.join_sinks(out, lse, sinks)

@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from fast_layers.kernel_parts.manual_axes import vary_over, varying_axes
+from fast_layers.kernel_parts.manual_axes import explicit_axes, vary_alike
 from fast_layers.ops.attention.problem import Aux, Inputs
 
 # What the dimensions of each operand are, by its field name; None is never sharded.
@@ -40,7 +39,7 @@ def per_shard(attend: Callable[[Inputs, Aux], Any], inputs: Inputs, aux: Aux) ->
     """`attend(inputs, aux)`, on each device's shard if the inputs are explicitly sharded."""
     batch_axes, head_axes = _explicit_axes(inputs)
     if not batch_axes and not head_axes:
-        return attend(*_vary_alike(inputs, aux))
+        return attend(*vary_alike((inputs, aux)))
     heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
     mesh = jax.typeof(inputs.query).sharding.mesh
     shards = math.prod(mesh.shape[name] for name in head_axes)
@@ -58,7 +57,7 @@ def per_shard(attend: Callable[[Inputs, Aux], Any], inputs: Inputs, aux: Aux) ->
             own = first_head // (heads // kv_heads)
             key, value = (lax.dynamic_slice_in_dim(x, own, 1, 2) for x in (inputs.key, inputs.value))
             inputs = inputs._replace(key=key, value=value)
-        return attend(*_vary_alike(inputs, aux))
+        return attend(*vary_alike((inputs, aux)))
 
     axes_of = {"batch": batch_axes, "heads": head_axes, "kv_heads": () if replicated_kv else head_axes, None: None}
 
@@ -80,7 +79,7 @@ def _explicit_axes(inputs: Inputs) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names = ("batch", "length", "heads", "depth")
     found: dict[str, tuple[str, ...]] = {}
     for operand, x in (("query", inputs.query), ("key", inputs.key), ("value", inputs.value)):
-        for name, axes in zip(names, _axes(x), strict=True):
+        for name, axes in zip(names, explicit_axes(x), strict=True):
             if axes and name in ("length", "depth"):
                 raise ValueError(
                     f"{operand} is sharded along {name} over mesh axes {axes}: attention here needs whole rows; "
@@ -94,21 +93,3 @@ def _explicit_axes(inputs: Inputs) -> tuple[tuple[str, ...], tuple[str, ...]]:
                     f"{found.get('batch', ())}: both must be the same; reshard one of them"
                 )
     return found.get("batch", ()), found.get("heads", ())
-
-
-def _axes(x: jax.Array) -> tuple[tuple[str, ...], ...]:
-    """The explicit mesh axes of each dimension, from the array's type."""
-    sharding = jax.typeof(x).sharding
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    spec = (*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
-    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
-    return tuple(tuple(name for name in entry if kinds[name] == AxisType.Explicit) for entry in entries)
-
-
-def _vary_alike(inputs: Inputs, aux: Aux) -> tuple[Inputs, Aux]:
-    """Inside `shard_map`, make all operands vary over the union of their mesh axes.
-
-    The gradient rule then gets cotangents of one type, and JAX sums those of replicated operands.
-    """
-    union = frozenset().union(*map(varying_axes, jax.tree.leaves((inputs, aux))))
-    return jax.tree.map(lambda x: vary_over(x, union), (inputs, aux))

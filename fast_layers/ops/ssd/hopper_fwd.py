@@ -28,8 +28,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile
-from fast_layers.ops.attention.hopper_call import over_batch
 from fast_layers.ops.ssd.config import ROWS, HopperForwardTiles, panels
 from fast_layers.ops.ssd.hopper_call import COLUMN, ENTERING, LEAVING, LOG2_E, ROW, Operands, operands_of
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Scanned

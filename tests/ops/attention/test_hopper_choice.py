@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import fast_layers
 from fast_layers.arch import Arch
 from fast_layers.dispatch import PASSES, choose
+from fast_layers.kernel_parts import automatic_axes
 from fast_layers.ops.attention import api, hopper_call, masks
 from fast_layers.ops.attention.problem import Problem
 
@@ -152,7 +153,7 @@ def test_refuses_other_devices(arch, words):
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_leaves_alone_what_xla_may_split(gpus, monkeypatch):
     """XLA would run an unpartitionable kernel whole on each GPU; inside shard_map, and on explicit axes, it cannot."""
-    monkeypatch.setattr(hopper_call, "_gpus_here", lambda: gpus)
+    monkeypatch.setattr(automatic_axes, "gpus_here", lambda: gpus)
     problem, found = _problem(), []
 
     def ask(x):
