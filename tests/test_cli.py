@@ -17,7 +17,7 @@ from fast_layers import doctor
 from fast_layers.cli import main
 from fast_layers.dispatch import Backend
 from fast_layers.ops.attention import api, xla
-from fast_layers.testing import _parity_mlp, parity
+from fast_layers.testing import _parity_conv1d, _parity_gated_norm, _parity_mlp, _parity_ssd, parity
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,15 +26,30 @@ SMALL = {
     "dot_product_attention": parity.Case(batch=1, q_len=40, kv_len=40, qk_dim=16, v_dim=16, is_causal=True),
     "mlp": _parity_mlp.Case(7, 16, 24, 16, "silu", gated=True),
 }
+SMALL_OF_THE_OTHERS = {
+    "ssd": _parity_ssd.Case(batch=1, length=7, heads=2, head_dim=4, state_dim=3),
+    "causal_conv1d": _parity_conv1d.Case(length=7, channels=8),
+    "gated_rms_norm": _parity_gated_norm.Case(rows=(7,), features=16),
+}
+SUITES = parity.SUITES
+
+
+def _take(monkeypatch, cases):
+    suites = {
+        op: dataclasses.replace(SUITES[op], cases={"small": case}, quick=("small",), also_float16=frozenset())
+        for op, case in cases.items()
+    }
+    monkeypatch.setattr(parity, "SUITES", suites)
 
 
 @pytest.fixture(autouse=True)
-def one_small_case(monkeypatch):
-    suites = {
-        op: dataclasses.replace(parity.SUITES[op], cases={"small": case}, quick=("small",))
-        for op, case in SMALL.items()
-    }
-    monkeypatch.setattr(parity, "SUITES", suites)
+def two_ops_with_one_small_case(monkeypatch):
+    _take(monkeypatch, SMALL)
+
+
+@pytest.fixture
+def every_op(monkeypatch):
+    _take(monkeypatch, SMALL | SMALL_OF_THE_OTHERS)
 
 
 @pytest.fixture
@@ -52,20 +67,24 @@ def _off(problem, inputs, aux):
     return out * jnp.asarray(1.1, out.dtype), lse
 
 
+@pytest.mark.usefixtures("every_op")
 def test_doctor_on_one_screen(capsys):
+    assert set(parity.SUITES) == set(SUITES)
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
-    assert len(lines) <= 40
+    assert len(lines) <= 50
     assert max(map(len, lines)) <= 120
     assert lines[0].startswith("device    ")
     assert f"fast_layers {fast_layers.__version__}" in text
     assert "  xla       usable" in text
     assert "  xla       5 quantities, worst error" in text
-    assert "parity    mlp, against the reference, 1 cases\n" in text
+    for op in SUITES:
+        assert f"parity    {op}, against the reference, 1 cases\n" in text
     assert lines[-1] == "all is well"
 
 
+@pytest.mark.usefixtures("every_op")
 def test_doctor_names_every_backend_and_its_reason(capsys):
     main(["doctor"])
     text = " ".join(capsys.readouterr().out.split())

@@ -26,7 +26,13 @@ import jax.numpy as jnp
 
 from fast_layers.arch import lowering_targets
 from fast_layers.dispatch import PASSES, Backend, Pass
-from fast_layers.testing import _parity_attention, _parity_mlp
+from fast_layers.testing import (
+    _parity_attention,
+    _parity_conv1d,
+    _parity_gated_norm,
+    _parity_mlp,
+    _parity_ssd,
+)
 from fast_layers.testing._parity_attention import CASES as CASES
 from fast_layers.testing._parity_attention import QUICK as QUICK
 from fast_layers.testing._parity_attention import Case as Case
@@ -34,7 +40,10 @@ from fast_layers.testing._parity_suite import Draw, Expected
 from fast_layers.testing._parity_suite import Suite as Suite
 from fast_layers.testing.closeness import Verdict, judge, stack
 
-SUITES: Mapping[str, Suite] = {suite.op: suite for suite in (_parity_attention.SUITE, _parity_mlp.SUITE)}
+SUITES: Mapping[str, Suite] = {
+    module.SUITE.op: module.SUITE
+    for module in (_parity_attention, _parity_mlp, _parity_ssd, _parity_conv1d, _parity_gated_norm)
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +134,8 @@ def check_parity(
     """Errors of values and gradients of each backend against the reference, on the device at hand.
 
     Args:
-      op: a name from `SUITES`: "dot_product_attention" or "mlp" (which covers `linear`).
+      op: a name from `SUITES`: "dot_product_attention", "mlp" (which covers `linear`), "ssd", "causal_conv1d" or
+        "gated_rms_norm".
       backends: names, or `fast_layers.dispatch.Backend`s that are not (yet) among the op's; None takes all of the op's
         but the reference.
       cases: names of the op's cases (`SUITES[op].cases`), or a mapping from names to cases of your own; None takes all.

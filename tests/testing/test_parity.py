@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fast_layers.dispatch import Backend
+from fast_layers.arch import Arch
+from fast_layers.dispatch import PASSES, Backend
 from fast_layers.ops.attention import api, xla
 from fast_layers.ops.mlp import xla as mlp_xla
 from fast_layers.ops.mlp.activations import ACTIVATIONS
-from fast_layers.testing import ParityTable, _parity_mlp, check_parity
+from fast_layers.testing import (
+    ParityTable,
+    _parity_conv1d,
+    _parity_gated_norm,
+    _parity_mlp,
+    _parity_ssd,
+    check_parity,
+)
 from fast_layers.testing.parity import CASES, QUICK, SUITES, Case
 
 SMALL = {
@@ -224,4 +232,76 @@ class TestMLP:
     @pytest.mark.exhaustive
     def test_xla_is_within_the_limit_everywhere(self):
         table = check_parity("mlp", backends=["xla"])
+        assert table.ok, str(table)
+
+
+class TestStateSpaceOps:
+    """The scan of Mamba-2 and the two ops around it."""
+
+    cases: ClassVar = {
+        "ssd": _parity_ssd.Case(
+            *(1, 9, 4, 4, 2, 3), skip="head", gated=True, softplus=True, initial_state=True, documents=(5, 4), chunk=4
+        ),
+        "causal_conv1d": _parity_conv1d.Case(2, 9, 8, initial_state=True, final_state=True, documents=(5, 4)),
+        "gated_rms_norm": _parity_gated_norm.Case((7,), 16, group_size=8, norm_before_gate=True),
+    }
+    quantities: ClassVar = {
+        "ssd": {"out", "final_state", *(f"d{x}" for x in ("x", "dt", "A", "B", "C", "D", "z"))}
+        | {"ddt_bias", "dinitial_state"},
+        "causal_conv1d": {"y", "final_state", "dx", "dw", "db", "dinitial_state"},
+        "gated_rms_norm": {"out", "dy", "dz", "dweight"},
+    }
+
+    @pytest.mark.parametrize(
+        ("op", "value", "gradient"),
+        [("ssd", "final_state", "A"), ("causal_conv1d", "y", "w"), ("gated_rms_norm", "out", "z")],
+        ids=["ssd", "causal_conv1d", "gated_rms_norm"],
+    )
+    def test_planted_faults_are_reported_where_they_are_and_xla_is_well(self, op, value, gradient):
+        (own,) = (backend for backend in SUITES[op].backends() if backend.name == "xla")
+
+        def off(returned, name):
+            if not isinstance(returned, tuple):
+                return returned * jnp.asarray(1.05, returned.dtype)
+            fields: Any = returned
+            return fields._replace(**{name: off(getattr(fields, name), name)})
+
+        planted = Backend(
+            "planted",
+            lambda *_: None,
+            lambda *operands: off(own.fwd(*operands), value),
+            lambda *residuals: off(own.bwd(*residuals), gradient),
+        )
+        table = check_parity(op, backends=["xla", planted], cases={"small": self.cases[op]}, dtypes=["bfloat16"])
+        assert {(row.backend, row.quantity) for row in table.failures} == {
+            ("planted", value),
+            ("planted", f"d{gradient}"),
+        }
+        for name in ("xla", "planted"):
+            assert {row.quantity for row in table.of_backend(name).rows} == self.quantities[op]
+
+    def test_the_tables_cover_what_they_should(self):
+        for op in self.cases:
+            suite = SUITES[op]
+            assert set(suite.quick) | suite.also_float16 <= set(suite.cases)
+        ssd, conv, norm = (SUITES[op].cases.values() for op in self.cases)
+        for option in ("skip", "gated", "softplus", "initial_state", "documents", "chunk"):
+            assert any(getattr(case, option) for case in ssd), option
+        for option in ("activation", "bias", "initial_state", "final_state", "documents"):
+            assert {bool(getattr(case, option)) for case in conv} == {False, True}, option
+        assert {bool(case.norm_before_gate) for case in norm} == {False, True}
+        assert {1, 7, 65, 1000} <= {case.length for case in ssd}
+
+    def test_the_hopper_scan_takes_what_doctor_asks(self):
+        """On an H200 it is judged although a call takes it only by name."""
+        suite, h200 = SUITES["ssd"], Arch("cuda", "NVIDIA H200", (9, 0))
+        (hopper,) = (backend for backend in suite.backends() if backend.name == "hopper")
+        problems = [suite.draw(suite.cases[name], jnp.bfloat16, 0).problem for name in suite.quick]
+        for problem in (suite.typical(), *problems):
+            assert [hopper.supports(problem, h200, pass_) for pass_ in PASSES] == [None, None]
+
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize("op", cases)
+    def test_xla_is_within_the_limit_everywhere(self, op):
+        table = check_parity(op, backends=["xla"])
         assert table.ok, str(table)

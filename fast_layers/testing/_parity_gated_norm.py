@@ -1,0 +1,146 @@
+"""The parity of `gated_rms_norm`: a table of cases, the oracle and the yardstick.
+
+The oracle is the `reference` backend in float64. The yardstick gates and scales in the dtype under test and normalises
+in float32, as models' own code does, and is differentiated by JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fast_layers.ops.gated_norm import api, reference, xla
+from fast_layers.ops.gated_norm.problem import Inputs, Problem
+from fast_layers.testing._parity_suite import Answer, Expected, Suite, draws_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of `gated_rms_norm`; the arrays follow from the shapes, the dtype and the draw."""
+
+    rows: tuple[int, ...] = (256,)
+    features: int = 256
+    group_size: int | None = None
+    eps: float = 1e-5
+    norm_before_gate: bool = False
+
+    @property
+    def draws(self) -> int:
+        return draws_for(int(np.prod(self.rows)) * self.features)
+
+
+CASES: Mapping[str, Case] = {
+    "as in Mamba-2": Case(),
+    "norm before gate": Case(norm_before_gate=True),
+    "groups": Case(group_size=64),
+    "groups, norm before gate": Case(group_size=64, norm_before_gate=True),
+    "groups of 1": Case(group_size=1, eps=0.1),
+    "large eps": Case(eps=0.5),
+    "one row": Case(rows=()),
+    "7 rows": Case(rows=(7,)),
+    "rows of two axes": Case(rows=(3, 43)),
+    "1000 rows": Case(rows=(1000,)),
+    "odd features": Case(features=33, group_size=11),
+    "wide": Case(rows=(64,), features=5120),
+}
+"""The whole table, by name: what a backend must either compute within the limit or refuse with a reason."""
+
+QUICK = ("as in Mamba-2", "groups, norm before gate")
+_ALSO_FLOAT16 = frozenset({"as in Mamba-2", "norm before gate"})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draw:
+    problem: Problem
+    inputs: Inputs
+    d_out: jax.Array
+
+    @property
+    def operands(self) -> tuple[Inputs]:
+        return (self.inputs,)
+
+    @property
+    def cotangents(self) -> tuple[jax.Array]:
+        return (self.d_out,)
+
+    def residuals(self, returned: jax.Array) -> Inputs:
+        return self.inputs
+
+    def outputs(self, returned: jax.Array) -> dict[str, Any]:
+        return {"out": returned}
+
+    def gradients(self, returned: Inputs) -> dict[str, Any]:
+        return {f"d{name}": x for name, x in returned._asdict().items()}
+
+    @classmethod
+    def of(cls, case: Case, dtype: Any, index: int) -> _Draw:
+        c = case
+        rng = np.random.default_rng(index)
+        y, z, d_out = (jnp.asarray(rng.normal(size=(*c.rows, c.features)), dtype) for _ in range(3))
+        inputs = Inputs(y, z, jnp.asarray(rng.normal(size=c.features), dtype))
+        return cls(api._problem(inputs, c.group_size, c.eps, c.norm_before_gate), inputs, d_out)
+
+
+def _expected(draws: list[_Draw]) -> Expected:
+    problem = draws[0].problem
+    wide_problem = dataclasses.replace(problem, dtype=jnp.dtype(jnp.float64))
+
+    def answer_by(forward: Callable[[Inputs], jax.Array]):
+        @jax.jit
+        def call(inputs, d_out):
+            returned, pull = jax.vjp(forward, inputs)
+            return returned, pull(d_out)[0]
+
+        def answer(draw: _Draw, inputs: Inputs, d_out: jax.Array) -> Answer:
+            returned, grads = jax.device_get(call(inputs, d_out))
+            return Answer(draw.outputs(returned), draw.gradients(grads))
+
+        return answer
+
+    by_formula = answer_by(functools.partial(reference.forward, wide_problem))
+    by_model = answer_by(functools.partial(_plain, problem))
+    oracle, plain = [], []
+    for draw in draws:
+        given = draw.inputs, draw.d_out
+        with jax.enable_x64(True):
+            oracle.append(by_formula(draw, *jax.tree.map(lambda x: x.astype(jnp.float64), given)))
+        plain.append(by_model(draw, *given))
+    return Expected(oracle, (plain,))
+
+
+def _plain(p: Problem, inputs: Inputs) -> jax.Array:
+    y, z, weight = inputs
+    gate = jax.nn.silu(z)
+    x = y if p.norm_before_gate else y * gate
+    groups = x.astype(jnp.float32).reshape(*p.rows, -1, p.group_size)
+    groups = groups * lax.rsqrt(jnp.mean(jnp.square(groups), -1, keepdims=True) + p.eps)
+    out = groups.reshape(x.shape).astype(p.dtype) * jnp.broadcast_to(weight, x.shape)
+    return out * gate if p.norm_before_gate else out
+
+
+def _typical_problem() -> Problem:
+    """Of the 2.7B Mamba-2."""
+    rows, features = (4, 2048), 5120
+    y = jax.ShapeDtypeStruct((*rows, features), jnp.bfloat16)
+    inputs: Any = Inputs(y, y, jax.ShapeDtypeStruct((features,), jnp.bfloat16))
+    return api._problem(inputs, None, 1e-5, False)
+
+
+SUITE = Suite(
+    op=api.OP,
+    backends=lambda: api.BACKENDS,
+    typical=_typical_problem,
+    cases=CASES,
+    quick=QUICK,
+    also_float16=_ALSO_FLOAT16,
+    draw=_Draw.of,
+    expect=_expected,
+    plain_forward=xla.forward,
+)
