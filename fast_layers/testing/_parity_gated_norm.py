@@ -128,9 +128,12 @@ def _plain(p: Problem, inputs: Inputs) -> jax.Array:
 def _typical_problem() -> Problem:
     """Of the 2.7B Mamba-2."""
     rows, features = (4, 2048), 5120
-    y = jax.ShapeDtypeStruct((*rows, features), jnp.bfloat16)
-    inputs: Any = Inputs(y, y, jax.ShapeDtypeStruct((features,), jnp.bfloat16))
-    return api._problem(inputs, None, 1e-5, False)
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    y = array(*rows, features)
+    return api._problem(Inputs(y, y, array(features)), None, 1e-5, False)
 
 
 SUITE = Suite(
