@@ -25,7 +25,8 @@ class Mamba2(nn.Module):
     ("embed", "inner"))`, which leaves them as they are.
 
     With `decode=True`, `init` makes an empty cache in the collection "cache": `conv_state` [*B, C, W-1] and `ssm_state`
-    [*B, H, P, N], of dtype `cache_dtype`. A call takes a chunk of any length and updates it (`mutable=["cache"]`).
+    [*B, H, P, N], of dtype `cache_dtype`. A call takes a chunk of any length and updates it (`mutable=["cache"]`);
+    without a cache it starts an empty one.
     """
 
     d_model: int
@@ -71,10 +72,9 @@ class Mamba2(nn.Module):
         o = self._options()
         check_input(o, u)
         batch = u.shape[:-2]
-        cache, initialised = None, True
+        cache = None
         if self.decode:
             refuse_in_decode(segment_ids=segment_ids, initial_state=initial_state)
-            initialised = self.has_variable("cache", "ssm_state")
             shapes = Mamba2State.shapes(o, batch)
             cache = [
                 self.variable("cache", name, jnp.zeros, shape, self.cache_dtype)
@@ -99,7 +99,8 @@ class Mamba2(nn.Module):
         mixed, state = mix(
             o, self._weights(o), projected, segment_ids, initial_state, return_state=return_final_state or self.decode
         )
-        if cache is not None and initialised:
+        # A cache that was not given starts empty, so it is as good as `init`'s; only `init` leaves it empty.
+        if cache is not None and not self.is_initializing():
             assert state is not None
             for variable, array in zip(cache, state, strict=True):
                 variable.value = array

@@ -193,6 +193,25 @@ def test_prefill_and_steps_are_the_whole_text(decoder, name):
     close(jnp.concatenate(got, 1), oracle(made, u), rtol=1e-4)
 
 
+def test_linen_starts_a_cache_that_was_not_given():
+    made, u = layer(), text((2, T, F))
+    module, params = linen_twin(made, decode=True)
+    first, cache = module.apply({"params": params}, u[:, :5], mutable=["cache"])
+    second, _ = module.apply({"params": params, **cache}, u[:, 5:], mutable=["cache"])
+    close(jnp.concatenate([first, second], axis=1), call(made, u), rtol=1e-3)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(module.init(jax.random.key(0), u)["cache"]))
+
+
+def test_decoding_where_implicit_promotion_is_forbidden():
+    """In bfloat16, with the cache's default of float32."""
+    made = fast_layers.Mamba2(F, **SMALL, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    u = text((2, T, F), jnp.bfloat16)
+    made.init_cache(u.shape)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        made(u[:, :-1], decode=True)
+        assert made(u[:, -1:], decode=True).dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 def test_any_number_of_batch_dims(batch):
     made, u = layer(), text((*batch, T, F))

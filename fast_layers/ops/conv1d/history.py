@@ -5,6 +5,7 @@ Axis letters: B examples, L positions, C channels, W taps.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -30,8 +31,10 @@ def with_history(problem: Problem, inputs: Inputs) -> Float[Array, "B W-1+L C"]:
     """x behind the initial state, or behind zeros."""
     if inputs.initial_state is None:
         return jnp.pad(inputs.x, ((0, 0), (problem.history, 0), (0, 0)))
-    # A state may be wider than x, or narrower: neither must lose digits to the other.
-    dtype = jnp.promote_types(inputs.x.dtype, inputs.initial_state.dtype)
+    # A state may be wider than x, or narrower: neither must lose digits to the other. A user's ban on implicit
+    # promotion is about the user's own arrays.
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.promote_types(inputs.x.dtype, inputs.initial_state.dtype)
     return jnp.concatenate([inputs.initial_state.swapaxes(1, 2).astype(dtype), inputs.x.astype(dtype)], axis=1)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from fast_layers.ops.selective_scan import check
+from fast_layers.ops.selective_scan.problem import Inputs
 from fast_layers.ops.selective_scan.recurrence import UNLIMITED
 from fast_layers.ops.ssd.check import flag
 from fast_layers.ops.ssd.problem import silu, step_sizes
@@ -41,6 +43,12 @@ def selective_scan_step(
     """
     flag("dt_softplus", dt_softplus)
     given = check.operands(x, dt, A, B, C, D, z, dt_bias, state, rows=("batch",), state_name="state")
+    # A user's ban on implicit rank promotion is about the user's own arrays.
+    with jax.numpy_rank_promotion("allow"):
+        return _step(given, dt_softplus)
+
+
+def _step(given: Inputs, dt_softplus: bool) -> tuple[Float[Array, "B D"], Float[Array, "B D N"]]:
     old = given.initial_state
     assert old is not None
     dtype = jnp.dtype(jnp.float64 if given.x.dtype == jnp.float64 else jnp.float32)

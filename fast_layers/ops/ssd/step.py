@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from fast_layers.ops.ssd import check
-from fast_layers.ops.ssd.problem import silu, step_sizes
+from fast_layers.ops.ssd.problem import Inputs, silu, step_sizes
 
 
 class Token(NamedTuple):
@@ -69,6 +70,14 @@ def ssd_step(
     given = check.step(state, x, dt, A, B, C, D, z, dt_bias)
     limit = check.dt_limit(dt_limit)
     check.flag("dt_softplus", dt_softplus)
+    # A user's ban on implicit rank promotion is about the user's own arrays.
+    with jax.numpy_rank_promotion("allow"):
+        return _step(given, dt_softplus, limit)
+
+
+def _step(
+    given: Inputs, dt_softplus: bool, limit: tuple[float, float]
+) -> tuple[Float[Array, "B H P"], Float[Array, "B H P N"]]:
     old = given.initial_state
     assert old is not None
     dtype = jnp.dtype(jnp.float64 if given.x.dtype == jnp.float64 else jnp.float32)

@@ -215,3 +215,12 @@ def test_strict_promotion(implementation):
         jax.grad(
             lambda o: fast_layers.ssd(**o, segment_ids=ids, implementation=implementation).sum().astype("float32")
         )(operands)
+
+
+def test_strict_promotion_in_a_step():
+    case = Case(length=1, heads=4, groups=2, D="head", z=True, dt_bias=True, initial_state=True, softplus=True)
+    operands = dict(zip(NAMES, build(case, jnp.bfloat16).operands, strict=True))
+    state = operands.pop("initial_state")
+    token = {name: v[:, 0] if name in ("x", "dt", "B", "C", "z") else v for name, v in operands.items()}
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        fast_layers.ssd_step(state, **token, dt_softplus=True)
