@@ -152,19 +152,62 @@ def test_decoding_and_documents(tmp_path):
     np.testing.assert_allclose(jnp.concatenate(got, 1), want, rtol=1e-3, atol=1e-4)
 
 
-def test_weights_in_several_files(tmp_path):
-    tensors = published("backbone.embeddings.weight")
+def write_in_parts(folder, tensors):
     names = sorted(tensors)
     parts = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
     for file, own in parts.items():
-        save_file({name: tensors[name] for name in own}, tmp_path / file)
+        save_file({name: tensors[name] for name in own}, folder / file)
     weight_map = {name: file for file, own in parts.items() for name in own}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (tmp_path / "config.json").write_text(json.dumps(HUGGING_FACE))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(HUGGING_FACE))
+
+
+def tensors_in(model):
+    return checkpoints.tensors_of(nnx.to_pure_dict(nnx.state(model)), model.config, "huggingface")
+
+
+def test_weights_in_several_files_and_saved_again_in_their_folder(tmp_path):
+    tensors = published("backbone.embeddings.weight")
+    write_in_parts(tmp_path, tensors)
     model = checkpoints.load_mamba2(tmp_path)
-    assert_bitwise_equal(
-        checkpoints.tensors_of(nnx.to_pure_dict(nnx.state(model)), model.config, "huggingface"), tensors
-    )
+    assert_bitwise_equal(tensors_in(model), tensors)
+    model.final_norm.scale[...] = jnp.full(16, 7.0)
+    checkpoints.save_mamba2(model, tmp_path, "huggingface")
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    changed = tensors | {"backbone.norm_f.weight": np.full(16, 7.0, np.float32)}
+    assert_bitwise_equal(tensors_in(checkpoints.load_mamba2(tmp_path)), changed)
+    write_in_parts(tmp_path, tensors)  # such as another program left them there
+    assert_bitwise_equal(tensors_in(checkpoints.load_mamba2(tmp_path)), changed)
+
+
+def test_only_parts_in_the_folder_itself_are_deleted(tmp_path):
+    model = checkpoints.load_mamba2(write(tmp_path / "model", published()))
+    elsewhere = tmp_path / "elsewhere.safetensors"
+    elsewhere.write_text("of another model")
+    weight_map = {
+        "a": "../elsewhere.safetensors",
+        "b": "model.safetensors",
+        "c": "config.json",
+        "d": "gone.safetensors",
+    }
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    checkpoints.save_mamba2(model, tmp_path / "model")
+    assert elsewhere.is_file()
+    assert {file.name for file in (tmp_path / "model").iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_a_save_that_breaks_off_leaves_the_old_model(tmp_path, monkeypatch):
+    model = checkpoints.load_mamba2(write(tmp_path, published()))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full_disk(tensors, file, metadata):
+        file.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        checkpoints.save_mamba2(model, tmp_path, "huggingface")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_a_tied_head_may_stand_in_the_file_and_padding_rows_may_not():
@@ -204,6 +247,32 @@ def test_configs_there_and_back():
     assert Mamba2LMConfig.from_json(special.to_json()) == special
     with pytest.raises(ValueError, match="d_ssm=16: Hugging Face's Mamba2 has None only"):
         special.to_json("huggingface")
+    loose = dataclasses.replace(theirs, norm_eps=1e-3)
+    assert Mamba2LMConfig.from_json(loose.to_json("huggingface")) == loose
+    with pytest.raises(ValueError, match=r'norm_eps=0.001: .* 1e-05 only; .*layout="huggingface"'):
+        loose.to_json()
+
+
+# As JSON has no infinity: what Python's writer makes of it, what transformers does, and none.
+LIMITS = {
+    "Infinity": ([0.0, float("inf")], (0.0, np.inf)),
+    "__float__": ([0.0, {"__float__": "Infinity"}], (0.0, np.inf)),
+    "null": (None, (0.0, np.inf)),
+    "finite": ([0.001, 1], (0.001, 1.0)),
+}
+
+
+@pytest.mark.parametrize(("written", "want"), LIMITS.values(), ids=LIMITS)
+def test_limits_of_time_steps_as_files_write_them(written, want):
+    theirs = json.loads(json.dumps(HUGGING_FACE | {"time_step_limit": written}))
+    assert Mamba2LMConfig.from_json(theirs).dt_limit == want
+    mixer = STATE_SPACES["ssm_cfg"] | {"dt_limit": written}
+    assert Mamba2LMConfig.from_json(STATE_SPACES | {"ssm_cfg": mixer}).dt_limit == want
+
+
+def test_what_only_initial_values_depend_on_is_ignored():
+    mixer = STATE_SPACES["ssm_cfg"] | {"conv_init": 0.1, "A_init_range": [1, 8], "chunk_size": 128}
+    assert Mamba2LMConfig.from_json(STATE_SPACES | {"ssm_cfg": mixer}) == Mamba2LMConfig.from_json(STATE_SPACES)
 
 
 def test_every_mixer_option_has_its_tensors():
@@ -259,6 +328,12 @@ BAD_CONFIGS = {
     "llama": ({"model_type": "llama"}, "model_type is 'llama': must be \"mamba2\""),
     "activation": (HUGGING_FACE | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     "heads": (HUGGING_FACE | {"num_heads": 5}, "num_heads=5, but expand .* is 4"),
+    "limit": (HUGGING_FACE | {"time_step_limit": [0, {"__float__": "q"}]}, "time_step_limit=.*must be .* two numbers"),
+    "three limits": (HUGGING_FACE | {"time_step_limit": [0, 1, 2]}, r"time_step_limit=\[0, 1, 2\]: must be"),
+    "ssm_cfg's limit": (
+        STATE_SPACES | {"ssm_cfg": {"layer": "Mamba2", "dt_limit": 0.1}},
+        r"ssm_cfg.dt_limit=0.1: must be",
+    ),
 }
 
 

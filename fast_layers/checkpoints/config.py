@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -52,7 +53,19 @@ _MIXER = (
     "conv_bias",
 )
 # Of ssm_cfg, what changes nothing of the function that is computed.
-_IGNORED_MIXER = {"layer", "chunk_size", "use_mem_eff_path", "A_init_range", "dt_min", "dt_max", "dt_init_floor"}
+_IGNORED_MIXER = {
+    "layer",
+    "chunk_size",
+    "use_mem_eff_path",
+    "conv_init",
+    "A_init_range",
+    "dt_min",
+    "dt_max",
+    "dt_init_floor",
+}
+# JSON has no infinity; transformers writes {"__float__": "Infinity"}, and Python's own writer Infinity.
+_TAG = "__float__"
+_TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,16 +127,23 @@ class Mamba2LMConfig:
 
         Raises ValueError for a model of another kind, and for settings that Mamba-2 here does not have.
         """
+        content = _untagged(content)
         return _from_huggingface(content) if "model_type" in content else _from_state_spaces(content)
 
     def to_json(self, layout: Layout = "state-spaces") -> dict[str, Any]:
         """The content of a config.json: `from_json` gives this object back.
 
-        Hugging Face counts all rows of the embedding as its vocabulary. Raises ValueError for what it does not have.
+        Hugging Face counts all rows of the embedding as its vocabulary. Raises ValueError for what a layout does not
+        have.
         """
         check_layout(layout)
         if layout == "state-spaces":
             defaults = {field.name: field.default for field in dataclasses.fields(self)}
+            if self.norm_eps != defaults["norm_eps"]:
+                raise ValueError(
+                    f"norm_eps={self.norm_eps!r}: state-spaces' config.json does not say it, and its models have "
+                    f'{defaults["norm_eps"]!r} only; take layout="huggingface"'
+                )
             mixer = {name: getattr(self, name) for name in _MIXER if getattr(self, name) != defaults[name]}
             own = {name: getattr(self, name) for name in _STATE_SPACES}
             return {
@@ -163,6 +183,8 @@ def _from_state_spaces(content: Mapping[str, Any]) -> Mamba2LMConfig:
     unknown = sorted(set(mixer) - set(_MIXER) - _IGNORED_MIXER)
     if unknown:
         raise ValueError(f"config.json: ssm_cfg has {', '.join(unknown)}: fast_layers.Mamba2 does not know that")
+    if "dt_limit" in mixer:
+        mixer["dt_limit"] = _limits("ssm_cfg.dt_limit", mixer["dt_limit"])
     own = {name: content[name] for name in _STATE_SPACES if name in content}
     # mamba_ssm's own default, where files do not say.
     own.setdefault("pad_vocab_size_multiple", 8)
@@ -175,6 +197,8 @@ def _from_huggingface(content: Mapping[str, Any]) -> Mamba2LMConfig:
     if content.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"config.json: hidden_act={content['hidden_act']!r}: Mamba-2 here has silu")
     own = {ours: content[theirs] for ours, theirs in _HUGGINGFACE.items() if theirs in content}
+    if "dt_limit" in own:
+        own["dt_limit"] = _limits("time_step_limit", own["dt_limit"])
     # Their defaults, where those differ from mamba_ssm's; their embedding has the rows that it says.
     defaults = {"ngroups": 8, "tie_embeddings": False, "pad_vocab_size_multiple": 1}
     config = Mamba2LMConfig(**_complete({**defaults, **own}))
@@ -184,6 +208,29 @@ def _from_huggingface(content: Mapping[str, Any]) -> Mamba2LMConfig:
             f"config.json: num_heads={heads}, but expand * hidden_size / head_dim is {config.mixer_options.heads}"
         )
     return config
+
+
+def _limits(name: str, value: Any) -> tuple[float, float]:
+    """(low, high) of the step sizes; null, as some writers put infinity, is no limit."""
+    if value is None:
+        return 0.0, math.inf
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(_is_number(limit) for limit in value):
+        raise ValueError(f"config.json: {name}={value!r}: must be null or a list of two numbers, low and high")
+    low, high = value
+    return float(low), float(high)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _untagged(value: Any) -> Any:
+    """The same with transformers' tagged floats as floats, at any depth."""
+    if isinstance(value, Mapping):
+        if set(value) == {_TAG} and isinstance(value[_TAG], str):
+            return _TAGGED.get(value[_TAG], value)
+        return {key: _untagged(x) for key, x in value.items()}
+    return [_untagged(x) for x in value] if isinstance(value, list) else value
 
 
 def _complete(fields: dict[str, Any]) -> dict[str, Any]:

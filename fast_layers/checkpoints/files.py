@@ -28,8 +28,8 @@ def load_mamba2(
     """A published Mamba-2 language model, of state-spaces or Hugging Face, from this machine's disk.
 
     Args:
-      path: a folder with config.json and model.safetensors (or model.safetensors.index.json and its parts), or one
-        safetensors file.
+      path: a folder with config.json and model.safetensors (or else model.safetensors.index.json and its parts), or
+        one safetensors file.
       config: replaces config.json; needed if there is none beside the weights.
       dtype: of the computation; None: param_dtype.
       param_dtype: of the parameters, dt_bias, A_log and D excepted, which are float32 at least; None: each as in the
@@ -62,28 +62,43 @@ def load_mamba2(
 def save_mamba2(model: Mamba2LM, folder: str | os.PathLike[str], layout: Layout = "state-spaces") -> None:
     """Writes config.json and model.safetensors, with names of "state-spaces" or "huggingface".
 
-    The parameters are written in their own dtypes. A tied head is written once, as the embedding.
+    The parameters are written in their own dtypes. A tied head is written once, as the embedding. A model that the
+    folder holds already is replaced: each file at once, when both are written in full, and an index of weights in
+    several files is deleted with the parts that it names.
 
     Raises:
       ImportError: the package safetensors is not installed.
-      ValueError: settings that Hugging Face's Mamba2 does not have.
+      ValueError: settings that the layout does not have; or an index that is none.
     """
     check_layout(layout)
     content = model.config.to_json(layout)
     tensors = tensors_of(nnx.to_pure_dict(nnx.state(model, nnx.Param)), model.config, layout)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _safetensors().save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+    stale = _parts(folder)
+    partial = {name: folder / f"{name}.partial" for name in (WEIGHTS, CONFIG)}
+    try:
+        _safetensors().save_file(tensors, partial[WEIGHTS], metadata={"format": "pt"})
+        partial[CONFIG].write_text(json.dumps(content, indent=2) + "\n")
+        for name, file in partial.items():
+            file.replace(folder / name)
+    finally:
+        for file in partial.values():
+            file.unlink(missing_ok=True)
+    (folder / INDEX).unlink(missing_ok=True)
+    for name in stale:
+        # The index is a file that anyone may have written: nothing outside the folder, and nothing but weights.
+        if Path(name).name == name and name.endswith(".safetensors") and name != WEIGHTS:
+            (folder / name).unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     if path.is_file():
         files = [path]
-    elif (path / INDEX).is_file():
-        files = [path / name for name in sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))]
     else:
-        files = [path / WEIGHTS]
+        # The whole before the parts, as others read: an index beside it may be of an older model.
+        names = [] if (path / WEIGHTS).is_file() else _parts(path)
+        files = [path / name for name in names or [WEIGHTS]]
     tensors: dict[str, np.ndarray] = {}
     for file in files:
         if not file.is_file():
@@ -92,6 +107,16 @@ def _read(path: Path) -> dict[str, np.ndarray]:
             )
         tensors |= _safetensors().load_file(file)
     return tensors
+
+
+def _parts(folder: Path) -> list[str]:
+    """Names of the files that the index lists; none without an index."""
+    if not (folder / INDEX).is_file():
+        return []
+    content = json.loads((folder / INDEX).read_text())
+    if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
+        raise ValueError(f"{folder / INDEX}: must be an object with weight_map, the file of each tensor")
+    return sorted(set(content["weight_map"].values()))
 
 
 def _safetensors() -> ModuleType:
