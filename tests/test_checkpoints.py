@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -15,7 +16,8 @@ from flax import nnx
 from layers import mamba2_oracle
 from safetensors.numpy import load_file, save_file
 
-from fast_layers import checkpoints
+import fast_layers
+from fast_layers import checkpoints, linen
 from fast_layers.checkpoints import Mamba2LMConfig
 
 # config.json of state-spaces/mamba2-130m, with sizes that a test can afford.
@@ -101,6 +103,42 @@ def test_a_loaded_model_computes_what_the_paper_says(tmp_path, embedding):
     want = mamba2_oracle.language_model(tensors, TOKENS, n_layer=2, headdim=8, d_state=6, ngroups=2)
     assert want.shape == (2, 9, ROWS)
     np.testing.assert_allclose(logits_of(model), want, rtol=1e-3, atol=2e-4)
+
+
+def test_norm_eps_is_that_of_all_norms(tmp_path, monkeypatch):
+    """Of blocks, mixers and the end, as in Hugging Face's; so large here that one of 1e-5 among them shows."""
+    monkeypatch.setattr(mamba2_oracle, "rms_norm", functools.partial(mamba2_oracle.rms_norm, eps=0.5))
+    tensors = published("backbone.embeddings.weight")
+    model = checkpoints.load_mamba2(write(tmp_path, tensors, HUGGING_FACE | {"layer_norm_epsilon": 0.5}))
+    sizes = {"headdim": 8, "d_state": 6, "ngroups": 2}
+    want = mamba2_oracle.language_model(tensors, TOKENS, n_layer=2, **sizes)
+    np.testing.assert_allclose(logits_of(model), want, rtol=1e-3, atol=2e-4)
+
+    prefix = "backbone.layers.0.mixer."
+    own = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+    u = np.random.default_rng(3).normal(size=(2, 5, 16)).astype(np.float32)
+    params = checkpoints.params_of(tensors, model.config)["layers"][0]["mixer"]
+    got = linen.Mamba2(16, **sizes, norm_eps=0.5).apply({"params": params}, u)
+    np.testing.assert_allclose(got, mamba2_oracle.mixer(own, u, **sizes), rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("norm_eps", [-1e-5, float("inf"), float("nan"), "1e-5"])
+def test_norm_eps_that_no_norm_has(norm_eps):
+    with pytest.raises(ValueError, match=r"norm_eps=.*: must be a number, 0 or more"):
+        Mamba2LMConfig.from_json(HUGGING_FACE | {"layer_norm_epsilon": norm_eps})
+
+
+def test_states_of_another_make():
+    """Of mamba_ssm, whose cache of the convolution holds W inputs; and no pair."""
+    options = Mamba2LMConfig.from_json(STATE_SPACES).mixer_options
+    layer = nnx.eval_shape(lambda: fast_layers.Mamba2(16, headdim=8, d_state=6, ngroups=2, rngs=nnx.Rngs(0)))
+    assert layer.options == options
+    u, conv, ssm = np.zeros((2, 5, 16)), np.zeros((2, 56, 4)), np.zeros((2, 4, 8, 6))
+    with pytest.raises(ValueError, match=r"got \(2, 56, 4\) and .*mamba_ssm's cache .* pass cache\[..., 1:\]"):
+        layer(u, initial_state=(conv, ssm))
+    for state, what in (((conv, ssm, 0), "3 items"), ((conv,), "1 item"), (conv, "ndarray")):
+        with pytest.raises(ValueError, match=rf"initial_state: the state must be a pair \(conv, ssm\), .*{what}"):
+            layer(u, initial_state=state)
 
 
 def test_a_head_of_its_own(tmp_path):

@@ -73,8 +73,8 @@ class Mamba2LMConfig:
     """A model of `n_layer` blocks x + mixer(norm(x)) between an embedding and a head. Defaults are mamba_ssm's.
 
     `vocab_size` counts tokens in use; the embedding has rows up to the next multiple of `pad_vocab_size_multiple`.
-    The mixer's fields are arguments of `fast_layers.Mamba2`. `residual_in_fp32`: the sum over blocks is float32 even
-    where they compute in 16 bits.
+    The mixer's fields are arguments of `fast_layers.Mamba2`; `norm_eps` is that of all norms, its own included.
+    `residual_in_fp32`: the sum over blocks is float32 even where they compute in 16 bits.
     """
 
     d_model: int
@@ -114,7 +114,7 @@ class Mamba2LMConfig:
     @property
     def mixer_arguments(self) -> dict[str, Any]:
         """Arguments of `fast_layers.Mamba2`."""
-        return {name: getattr(self, name) for name in ("d_model", *_MIXER)}
+        return {name: getattr(self, name) for name in ("d_model", *_MIXER, "norm_eps")}
 
     @property
     def mixer_options(self) -> Mamba2Options:

@@ -16,7 +16,6 @@ from jaxtyping import Array, ArrayLike, Float
 
 from fast_layers.layers import mamba2_init as init
 from fast_layers.layers.mamba2_mixer import (
-    NORM_EPS,
     Mamba2State,
     MixerWeights,
     check_input,
@@ -61,6 +60,7 @@ class Mamba2(nnx.Module):
       chunk_size: positions of a chunk of the scan; only speed depends on it, so the default is what suits `ssd` here,
         not the 256 that suits mamba_ssm's kernels.
       n_layer: layers of the model: out_proj starts smaller by sqrt(n_layer), as in mamba_ssm's language model.
+      norm_eps: added to the mean square that the norm divides by; mamba_ssm has 1e-5 only.
       decode: what calls do that do not say `decode=`.
       dtype: of the computation; None: what inputs and parameters promote to. Sums and the scan's state are float32.
       param_dtype: of the parameters; dt_bias, A_log and D are float32 at least, since they are exponents or sums.
@@ -105,6 +105,7 @@ class Mamba2(nnx.Module):
         chunk_size: int | None = None,
         *,
         n_layer: int = 1,
+        norm_eps: float = 1e-5,
         decode: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -136,6 +137,7 @@ class Mamba2(nnx.Module):
             norm_before_gate=norm_before_gate,
             dt_limit=dt_limit,
             chunk_size=chunk_size,
+            norm_eps=norm_eps,
             implementation=implementation,
         )
         self.decode = decode
@@ -172,7 +174,7 @@ class Mamba2(nnx.Module):
         if rmsnorm:
             self.norm = nnx.RMSNorm(
                 o.scanned,
-                epsilon=NORM_EPS,
+                epsilon=norm_eps,
                 dtype=dtype,
                 param_dtype=param_dtype,
                 scale_metadata=norm_metadata,

@@ -18,8 +18,6 @@ from fast_layers.ops.conv1d import causal_conv1d, causal_conv1d_step
 from fast_layers.ops.gated_norm import gated_rms_norm
 from fast_layers.ops.ssd import ssd, ssd_step
 
-NORM_EPS = 1e-5
-
 
 class Mamba2State(NamedTuple):
     """All that later positions need to know of earlier ones; its size does not depend on how many there were.
@@ -53,12 +51,19 @@ def check_input(options: Mamba2Options, u: Array) -> None:
 
 def check_state(options: Mamba2Options, state: Mamba2State, batch: tuple[int, ...], origin: str) -> Mamba2State:
     """`state` as a Mamba2State. `origin` says where it comes from, for the message."""
+    if not isinstance(state, tuple | list) or len(state) != 2:
+        items = len(state) if isinstance(state, tuple | list) else None
+        got = type(state).__name__ if items is None else f"{items} item{'' if items == 1 else 's'}"
+        raise ValueError(f"{origin}: the state must be a pair (conv, ssm), as an earlier call returned; got {got}")
     conv, ssm = (jnp.asarray(x) for x in state)
     wanted = Mamba2State.shapes(options, batch)
     if (conv.shape, ssm.shape) != tuple(wanted):
+        hint = ""
+        if conv.shape[-1:] == (options.d_conv,):
+            hint = "; mamba_ssm's cache of the convolution has one input more: pass cache[..., 1:]"
         raise ValueError(
             f"{origin}: the state must have shapes {wanted.conv} and {wanted.ssm} for a batch of {batch}, "
-            f"got {conv.shape} and {ssm.shape}"
+            f"got {conv.shape} and {ssm.shape}{hint}"
         )
     return Mamba2State(conv, ssm)
 
@@ -103,7 +108,7 @@ def mix(
             z,
             weights.norm_scale,
             group_size=o.scanned // o.ngroups,
-            eps=NORM_EPS,
+            eps=o.norm_eps,
             norm_before_gate=o.norm_before_gate,
         )
     if o.d_mlp:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 
@@ -22,6 +23,7 @@ class Mamba2Options:
     norm_before_gate: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     chunk_size: int | None = None
+    norm_eps: float = 1e-5
     implementation: str | None = None
 
     def __post_init__(self):
@@ -44,6 +46,8 @@ class Mamba2Options:
                 f"ngroups={self.ngroups} does not divide the {self.heads} heads (d_ssm / headdim), which share B and C "
                 "group by group; change either"
             )
+        if not isinstance(self.norm_eps, int | float) or not 0 <= self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps={self.norm_eps!r}: must be a number, 0 or more")
         object.__setattr__(self, "dt_limit", tuple(self.dt_limit))
 
     @property

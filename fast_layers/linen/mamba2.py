@@ -58,6 +58,7 @@ class Mamba2(nn.Module):
     conv_kernel_init: init.Initializer | None = None
     out_kernel_init: init.Initializer | None = None
     implementation: str | None = None
+    norm_eps: float = 1e-5
 
     @nn.compact
     def __call__(
@@ -122,6 +123,7 @@ class Mamba2(nn.Module):
             norm_before_gate=self.norm_before_gate,
             dt_limit=self.dt_limit,
             chunk_size=self.chunk_size,
+            norm_eps=self.norm_eps,
             implementation=self.implementation,
         )
 
