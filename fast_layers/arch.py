@@ -59,6 +59,6 @@ def lowering_targets() -> tuple[Arch, ...]:
         present = [d for d in jax.devices() if d.device_kind == described.device_kind]
         return (Arch.of_device(present[0] if present else described),)
     default = jax.config.jax_default_device or jax.devices()[0]
-    first = Arch(default) if isinstance(default, str) else Arch.of_device(default)
+    first = Arch.of_device(jax.devices(default)[0] if isinstance(default, str) else default)
     others = (Arch("cpu"), Arch("cuda"))
     return (first, *(arch for arch in others if arch.platform != first.platform))

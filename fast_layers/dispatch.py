@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax import lax
 
 from fast_layers.arch import Arch, lowering_targets
+from fast_layers.kernel_parts.manual_axes import vary_over, varying_axes
 
 Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, Pass] = ("forward", "backward")
@@ -39,6 +41,21 @@ class Backend:
     automatic: bool = True
     by_name_only: Callable[[Any, Arch, Pass], str | None] = lambda problem, arch, pass_: None
     fallback_on: frozenset[str] = frozenset()
+
+    def __post_init__(self):
+        _names_of_all_ops.add(self.name)
+
+    def refuses(self, problem: Any, arch: Arch, pass_: Pass, *, by_name: bool = False) -> str | None:
+        """Why it does not take a call that asks for it by name, or (the default) that names none; None if it does."""
+        if not by_name and not self.automatic:
+            return f'taken only by name: implementation="{self.name}"'
+        reason = self.supports(problem, arch, pass_)
+        if reason is None and not by_name and (why := self.by_name_only(problem, arch, pass_)) is not None:
+            return f'{why}; take it by name: implementation="{self.name}"'
+        return reason
+
+
+_names_of_all_ops: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +96,13 @@ class Plan:
 
     def run(self, pass_: Pass, *args: Any) -> Any:
         """Call the chosen backend's `fwd` or `bwd` as `f(problem, *args)`."""
+        # A kernel's results have types that vary over no mesh axis, whatever its operands vary over.
+        axes = frozenset().union(*map(varying_axes, jax.tree.leaves(args)))
 
         def bind(choice: Choice):
             backend = choice.require(self.op)
             method = backend.fwd if pass_ == "forward" else backend.bwd
-            return lambda *args: method(self.problem, *args)
+            return lambda *args: jax.tree.map(lambda x: vary_over(x, axes), method(self.problem, *args))
 
         likeliest, *others = self.choices(pass_)
         # A device that may never be lowered for does not get to raise, nor to add a branch.
@@ -128,7 +147,7 @@ def use_backends(force: str | None = None, *, forbid: Sequence[str] | str = (), 
     """Context manager that steers the choice of backends for every op traced inside it.
 
     Args:
-      force: take this backend wherever a call names none (as `implementation=` would).
+      force: take this backend wherever a call names none (as `implementation=` would), in all ops that have it.
       forbid: never take these.
       strict: if True, a fallback raises ValueError: that is, taking XLA on a GPU where a fused kernel is expected.
 
@@ -150,10 +169,11 @@ def plan(op: str, backends: Sequence[Backend], problem: Any, implementation: str
     """Choose for both passes. Raises ValueError for an unknown name, and in strict mode for a fallback."""
     policy = _policy.value
     names = [backend.name for backend in backends]
-    for what, name in (("implementation", implementation), ("the forced backend", policy.force)):
-        if name is not None and name not in names:
-            raise ValueError(f"{op}: {what} {name!r} is unknown; the backends of this op are {', '.join(names)}")
-    wanted = implementation or policy.force
+    what, wanted = ("implementation", implementation) if implementation else ("the forced backend", policy.force)
+    if wanted is not None and wanted not in names:
+        if implementation or wanted not in _names_of_all_ops:
+            raise ValueError(f"{op}: {what} {wanted!r} is unknown; the backends of this op are {', '.join(names)}")
+        wanted = None  # a model's other ops may have it
     targets = lowering_targets()
     made = Plan(
         op,
@@ -196,12 +216,8 @@ def choose(
             continue
         if backend.name in policy.forbid:
             reason = "forbidden by use_backends or FAST_LAYERS_FORBID"
-        elif wanted is None and not backend.automatic:
-            reason = f'taken only by name: implementation="{backend.name}"'
         else:
-            reason = backend.supports(problem, arch, pass_)
-            if reason is None and wanted is None and (why := backend.by_name_only(problem, arch, pass_)) is not None:
-                reason = f'{why}; take it by name: implementation="{backend.name}"'
+            reason = backend.refuses(problem, arch, pass_, by_name=wanted is not None)
         if reason is None:
             return Choice(pass_, arch, backend, tuple(refusals))
         refusals.append((backend.name, reason))
@@ -254,12 +270,14 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Which backend each fast_layers op in `fn(*args, **kwargs)` takes, forward and backward, and why not others.
 
     `fn` is traced, not run: arrays may be given as `jax.ShapeDtypeStruct`s. `fn` may be a function, jitted or not,
-    or an NNX module.
+    or an NNX module. A module that changes its own state, as dropout and caches do, is to be `fn` itself or an
+    argument, not something that a function closes over.
 
         print(fast_layers.explain(fast_layers.dot_product_attention, q, k, v, is_causal=True))
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
-    is_array = [isinstance(leaf, jax.ShapeDtypeStruct) or hasattr(leaf, "dtype") for leaf in leaves]
+    # numpy's scalars are options, as Python's are.
+    is_array = [hasattr(leaf, "dtype") and not isinstance(leaf, np.generic) for leaf in leaves]
     arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
 
     def call(fn, arrays):

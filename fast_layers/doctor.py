@@ -2,12 +2,13 @@
 
 One screen: the device, the versions that matter, which backends a typical call may take and why not the others, and a
 parity run of every op. The exit code is 1 if a backend is wrong or breaks down, else 0; known-bad versions are
-warnings. `--json` gives the same as data.
+warnings. `--json` gives the same as data. `--all` also runs what calls take by name only.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
@@ -24,6 +25,7 @@ import jax
 from fast_layers import dispatch
 from fast_layers._version import __version__
 from fast_layers.arch import Arch, lowering_targets
+from fast_layers.kernel_parts import automatic_axes
 from fast_layers.testing import parity
 
 _PACKAGES = (
@@ -50,12 +52,13 @@ def add_parser(subparsers: Any) -> None:
         description=(__doc__ or "").partition("\n\n")[2],
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=lambda arguments: run(as_json=arguments.json))
+    parser.add_argument("--all", action="store_true", help="run backends too that calls take by name only")
+    parser.set_defaults(run=lambda arguments: run(as_json=arguments.json, by_name=arguments.all))
 
 
-def run(*, as_json: bool = False) -> int:
+def run(*, as_json: bool = False, by_name: bool = False) -> int:
     """Examine, print, and return the exit code."""
-    report = examine()
+    report = examine(by_name=by_name)
     print(json.dumps(report.as_data(), indent=1) if as_json else report)
     return 0 if report.ok else 1
 
@@ -165,25 +168,33 @@ def _parity_line(backend: BackendReport) -> str:
     return ", ".join(parts)
 
 
-def examine() -> Report:
-    """Look at everything; runs the quick parity cases of every op and backend on the default device."""
+def examine(*, by_name: bool = False) -> Report:
+    """Look at everything; runs the quick parity cases of every op and backend on the default device.
+
+    Backends and cases that a call gets by name only, most of which no GPU has run, are left out unless `by_name`.
+    """
     arch = lowering_targets()[0]
     versions = _versions(arch)
-    ops = tuple(_examine_op(suite, arch) for suite in parity.SUITES.values())
+    with automatic_axes.on_one_device():
+        ops = tuple(_examine_op(suite, arch, by_name) for suite in parity.SUITES.values())
     return Report(_devices(), arch, versions, warnings_of(versions), ops)
 
 
-def _examine_op(suite: parity.Suite, arch: Arch) -> OpReport:
+def _examine_op(suite: parity.Suite, arch: Arch, by_name: bool) -> OpReport:
     problem = suite.typical()
-    table = parity.check_parity(suite.op, cases=suite.quick)
+    asked = [
+        dataclasses.replace(backend, supports=functools.partial(backend.refuses, by_name=by_name))
+        for backend in suite.backends()
+        if backend.name != "reference"
+    ]
+    table = parity.check_parity(suite.op, backends=asked, cases=suite.quick)
     backends = tuple(
         BackendReport(
             backend.name,
             {pass_: backend.supports(problem, arch, pass_) for pass_ in dispatch.PASSES},
             table.of_backend(backend.name),
         )
-        for backend in suite.backends()
-        if backend.name != "reference"
+        for backend in asked
     )
     return OpReport(suite.op, problem.describe(), len(suite.quick), backends)
 

@@ -94,7 +94,7 @@ def test_doctor_names_every_backend_and_its_reason(capsys):
         assert f"backends {suite.op}, for {problem.describe()}" in text
         for backend in suite.backends():
             if backend.name != "reference":
-                reason = backend.supports(problem, arch, "forward") or "usable"
+                reason = backend.refuses(problem, arch, "forward") or "usable"
                 assert f"{backend.name} {' '.join(reason.split())}" in text
 
 

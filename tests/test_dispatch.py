@@ -147,6 +147,14 @@ class TestUseBackends:
         ):
             _loss(X)
 
+    def test_force_leaves_ops_alone_that_lack_the_backend(self):
+        """Of all ops only attention has cudnn; a call's own implementation counts as everywhere."""
+        x, w = jnp.ones((2, 8)), jnp.ones((8, 8))
+        with fast_layers.use_backends("cudnn"):
+            np.testing.assert_array_equal(fast_layers.mlp(x, w, w), fast_layers.mlp(x, w, w, implementation="xla"))
+        with fast_layers.use_backends("nonsense"):
+            fast_layers.mlp(x, w, w, implementation="xla")
+
     def test_forbid_adds_up_when_nested(self, backends):
         (a, a_calls), (b, b_calls) = _fake("a"), _fake("b")
         backends(a, b)
@@ -302,6 +310,9 @@ class TestExplain:
         explained = fast_layers.explain(fast_layers.dot_product_attention, X, X, X, is_causal=True)
         assert str(explained) == repr(explained) == GOLDEN
         assert [plan.op for plan in explained.plans] == ["dot_product_attention"]
+        # numpy's scalars are options like Python's.
+        options = {"is_causal": np.True_, "scale": np.float32(0.5)}
+        assert str(fast_layers.explain(fast_layers.dot_product_attention, X, X, X, **options)) == GOLDEN
 
     def test_a_jitted_function_that_ran_before(self):
         """Its compiled form is not enough: explaining must trace anew."""

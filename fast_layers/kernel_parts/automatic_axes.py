@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import jax
 from jax.sharding import AxisType
 
@@ -14,6 +17,13 @@ def may_be_partitioned() -> bool:
     if mesh.empty:
         return gpus_here() > 1
     return any(kind == AxisType.Auto and size > 1 for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True))
+
+
+def on_one_device() -> contextlib.AbstractContextManager[Any]:
+    """On a machine with several GPUs, where no mesh says otherwise, what is traced inside is for the first one."""
+    if gpus_here() < 2 or not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(jax.make_mesh((1,), ("only",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]))
 
 
 def gpus_here() -> int:

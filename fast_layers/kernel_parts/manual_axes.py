@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -37,3 +37,21 @@ def explicit_axes(x: jax.Array) -> tuple[tuple[str, ...], ...]:
     spec = (*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
     return tuple(tuple(name for name in entry if kinds[name] == AxisType.Explicit) for entry in entries)
+
+
+def mesh_of(operands: Any) -> AbstractMesh | None:
+    """The mesh over which any array of the pytree is explicitly sharded, known also outside `jax.set_mesh`."""
+    for x in jax.tree.leaves(operands):
+        if any(explicit_axes(x)):
+            return jax.typeof(x).sharding.mesh
+    return None
+
+
+def explicit_names(mesh: AbstractMesh) -> set[str]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in kinds if kind == AxisType.Explicit}
+
+
+def lay_out(operands: Any, specs: Any, mesh: AbstractMesh) -> Any:
+    """The pytree's arrays, sharded over the mesh's explicit axes as its PartitionSpecs say."""
+    return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), operands, specs)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
+from jax import lax
 from jaxtyping import Array, Float
 
 from fast_layers.ops.mlp import mlp
@@ -146,7 +147,7 @@ class FusedMLP(nnx.Module):
         Returns:
           [B.., O].
         """
-        up, gate, down = (_weights(name, getattr(self, name)) for name in ("up", "gate", "down"))
+        up, gate, down = (self._weights(name) for name in ("up", "gate", "down"))
         x, *weights = self.promote_dtype((x, *up, *gate, *down), dtype=self.dtype)
         w_up, b_up, w_gate, b_gate, w_down, b_down = weights
         out = mlp(
@@ -166,14 +167,27 @@ class FusedMLP(nnx.Module):
             return out
         return self.dropout(out, deterministic=deterministic, rngs=rngs)
 
-
-def _weights(name: str, layer: Any) -> tuple[Array | None, Array | None]:
-    """(kernel, bias); None for what there is not."""
-    if layer is None:
-        return None, None
-    if type(layer) is not nnx.Linear:
-        raise ValueError(
-            f"{name} is a {type(layer).__name__}: FusedMLP computes with the kernels of nnx.Linear layers and would "
-            "not call it; write the MLP out with layers of your own, or put an nnx.Linear back"
-        )
-    return layer.kernel[...], None if layer.bias is None else layer.bias[...]
+    def _weights(self, name: str) -> tuple[Array | None, Array | None]:
+        """(kernel, bias) of a linear layer; None for what there is not."""
+        layer = getattr(self, name)
+        if layer is None:
+            return None, None
+        if type(layer) is not nnx.Linear:
+            raise ValueError(
+                f"{name} is a {type(layer).__name__}: FusedMLP computes with the kernels of nnx.Linear layers and "
+                "would not call it; write the MLP out with layers of your own, or put an nnx.Linear back"
+            )
+        as_here = {
+            "dtype": self.dtype,
+            "precision": self.precision,
+            "promote_dtype": self.promote_dtype,
+            "dot_general": lax.dot_general,
+            "preferred_element_type": None,
+        }
+        for setting, wanted in as_here.items():
+            if (given := getattr(layer, setting, wanted)) is not wanted and given != wanted:
+                raise ValueError(
+                    f"{name}.{setting} is {given!r}, and {wanted!r} is what FusedMLP computes with: it does not call "
+                    "its linear layers; give it to FusedMLP where that takes it, or write the MLP out"
+                )
+        return layer.kernel[...], None if layer.bias is None else layer.bias[...]

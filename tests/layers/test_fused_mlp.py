@@ -253,3 +253,11 @@ def test_errors():
     model.up = nnx.LoRALinear(IN, HIDDEN, lora_rank=2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="up is a LoRALinear: FusedMLP computes with the kernels"):
         model(X)
+
+
+@pytest.mark.parametrize("own", [{"dtype": jnp.bfloat16}, {"precision": "highest"}, {"dot_general": lambda *args: 0}])
+def test_settings_of_a_linear_layer_put_in_are_not_dropped(own):
+    model = _fused()
+    model.up = nnx.Linear(IN, HIDDEN, rngs=nnx.Rngs(0), **own)
+    with pytest.raises(ValueError, match=rf"up.{next(iter(own))} is .* FusedMLP computes with"):
+        model(X)

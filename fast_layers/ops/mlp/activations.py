@@ -16,6 +16,7 @@ from jax import Array, lax
 _SQRT_HALF = math.sqrt(0.5)
 _INV_SQRT_2PI = 1.0 / math.sqrt(2.0 * math.pi)
 _GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+_GELU_SATURATES = 40.0
 _GELU_CUBIC = 0.044715  # Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016)
 
 
@@ -57,13 +58,19 @@ def _gelu_tanh(x: Array) -> Array:
 
 
 def _d_gelu_tanh(x: Array) -> Array:
-    s = _sigmoid(_gelu_logit(x))
-    return s * (1.0 + x * (1.0 - s) * _GELU_SLOPE * (1.0 + 3.0 * _GELU_CUBIC * x * x))
+    s, c = _sigmoid(_gelu_logit(x)), _within_gelu(x)
+    return s * (1.0 + c * (1.0 - s) * _GELU_SLOPE * (1.0 + 3.0 * _GELU_CUBIC * c * c))
 
 
 def _gelu_logit(x: Array) -> Array:
     """(1 + tanh(u)) / 2 is sigmoid(2 u), which is precise where tanh(u) is close to -1."""
-    return _GELU_SLOPE * (x + _GELU_CUBIC * x * x * x)
+    c = _within_gelu(x)
+    return _GELU_SLOPE * (c + _GELU_CUBIC * c * c * c)
+
+
+def _within_gelu(x: Array) -> Array:
+    """Beyond these the sigmoid is 0 or 1 in float64 too; powers of larger numbers may overflow, and 0 inf is NaN."""
+    return jnp.minimum(jnp.maximum(x, -_GELU_SATURATES), _GELU_SATURATES)
 
 
 def _relu(x: Array) -> Array:

@@ -15,7 +15,8 @@ from fast_layers.ops.mlp.problem import Inputs, PreActivations, Problem, Residua
 
 ALIGNMENT = 8
 """Features: TMA wants rows that start at multiples of 16 bytes."""
-_PLAIN_PRECISIONS = (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
+_PLAIN = (None, lax.Precision.DEFAULT, "default", "fastest")
+_PLAIN_PRECISIONS = (*_PLAIN, *((one, other) for one in _PLAIN for other in _PLAIN))
 
 
 def supports(problem: Problem, arch: Arch, pass_) -> str | None:

@@ -126,6 +126,12 @@ def test_other_layouts_are_refused(name):
         jax.jit(CASE.call)(operands)
 
 
+def test_outside_a_mesh_context():
+    """The mesh is known from the arrays."""
+    operands, _ = _placed(CASE, _mesh((4, 2), AxisType.Explicit), P("data"), TENSOR)
+    np.testing.assert_allclose(jax.jit(CASE.call)(operands), _unsharded(CASE)[0], **CLOSE)
+
+
 def test_partial_sums_do_not_add_the_bias_more_than_once():
     mesh = _mesh((1, 8), AxisType.Explicit)
     x, w_up, w_down = jnp.ones((2, 8)), jnp.zeros((8, 16)), jnp.zeros((16, 8))

@@ -1,0 +1,80 @@
+"""Kernels traced inside `shard_map`, the way out on several GPUs that their refusals name; nothing runs here."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import fast_layers
+from fast_layers import dispatch
+from fast_layers.arch import Arch
+
+H200 = Arch("cuda", "NVIDIA H200", (9, 0))
+B200 = Arch("cuda", "NVIDIA B200", (10, 0))
+
+
+def attention(backend):
+    def call(x):
+        query = jnp.tile(x[:, :, None], (1, 1, 2, 1))
+        return fast_layers.dot_product_attention(query, query, query, is_causal=True, implementation=backend)
+
+    return call
+
+
+def mlp(x, w_up, w_down):
+    return fast_layers.mlp(x, w_up, w_down, b_up=w_up[0], implementation="hopper")
+
+
+def ssd(x, a):
+    dt = jnp.ones((*x.shape[:2], 2))
+    heads = jnp.stack([x, x], 2)
+    return fast_layers.ssd(heads, dt, a, x[:, :, None], x[:, :, None], implementation="hopper")
+
+
+# The function, the GPU, and the weights, which all shards share.
+KERNELS = {
+    "attention on Hopper": (attention("hopper"), H200, ()),
+    "attention on Blackwell": (attention("blackwell"), B200, ()),
+    "mlp on Hopper": (mlp, H200, ((64, 128), (128, 64))),
+    "ssd on Hopper": (ssd, H200, ((2,),)),
+}
+
+
+def _operands(shapes):
+    x = jax.ShapeDtypeStruct((4, 128, 64), jnp.bfloat16)
+    return x, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+
+
+def _mesh():
+    return jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,))
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request, monkeypatch):
+    call, arch, shapes = KERNELS[request.param]
+    monkeypatch.setattr(dispatch, "lowering_targets", lambda: (arch,))
+    return call, _operands(shapes)
+
+
+def test_gradients_have_the_types_of_their_operands(kernel):
+    """The operands of each shard vary over the mesh, the weights do not."""
+    call, operands = kernel
+
+    def loss(*operands):
+        return jax.lax.psum(call(*operands).astype(jnp.float32).sum(), "data")
+
+    in_specs = (P("data"), *(P() for _ in operands[1:]))
+    sharded = jax.shard_map(loss, mesh=_mesh(), in_specs=in_specs, out_specs=P())
+    grads = jax.eval_shape(jax.grad(sharded, argnums=tuple(range(len(operands)))), *operands)
+    assert [g.shape for g in grads] == [x.shape for x in operands]
+
+
+def test_results_of_a_shard_do_not_pass_for_those_of_all(kernel):
+    call, operands = kernel
+    in_specs = (P("data"), *(P() for _ in operands[1:]))
+    with pytest.raises(ValueError, match=r"replicat|varying"):
+        jax.eval_shape(jax.shard_map(call, mesh=_mesh(), in_specs=in_specs, out_specs=P()), *operands)
