@@ -242,7 +242,9 @@ class Mamba2(nnx.Module):
             assert self.conv_state is not None
             assert self.ssm_state is not None
             assert state is not None
-            self.conv_state[...], self.ssm_state[...] = state
+            # Not [...]: the new state may be sharded as u is, the old one, from init_cache, is not.
+            for variable, array in zip((self.conv_state, self.ssm_state), state, strict=True):
+                variable.set_value(array)
         y = self.out_proj(mixed)
         return (y, state) if return_final_state else y
 

@@ -398,6 +398,23 @@ def test_sharded_batch(kind):
     assert got[1][1].sharding.is_equivalent_to(rows, 3)
 
 
+@pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs four CPU devices")
+@pytest.mark.parametrize("decoder", [NnxDecoder, LinenDecoder])
+def test_decoding_an_explicitly_sharded_batch(decoder):
+    made, u = layer(), text((4, 6, F))
+    want = call(made, u)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4])
+    with jax.set_mesh(mesh):
+        nnx.update(made, jax.device_put(nnx.state(made), jax.NamedSharding(mesh, P())))
+        decode = decoder(made, u.shape)
+        rows = jax.device_put(u, P("data"))
+        got = jnp.concatenate([decode(rows[:, :5]), decode(rows[:, 5:])], axis=1)
+        made.init_cache(u.shape)
+        made(rows[:, :5], decode=True)  # outside jit
+    close(got, want, rtol=1e-3)
+    assert got.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("data")), 3)
+
+
 @pytest.mark.exhaustive
 def test_scan_over_layers():
     @nnx.split_rngs(splits=3)

@@ -14,7 +14,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from fast_layers.kernel_parts.manual_axes import explicit_axes, vary_alike
+from fast_layers.kernel_parts.manual_axes import explicit_axes, lay_out, vary_alike
 from fast_layers.ops.attention.problem import Aux, Inputs
 
 # What the dimensions of each operand are, by its field name; None is never sharded.
@@ -68,10 +68,11 @@ def per_shard(attend: Callable[[Inputs, Aux], Any], inputs: Inputs, aux: Aux) ->
 
     operands = (inputs, aux)
     in_specs = jax.tree_util.tree_map_with_path(spec, operands)
-    operands = jax.tree.map(jax.sharding.reshard, operands, in_specs)
+    operands = lay_out(operands, in_specs, mesh)
     out_specs = (P(batch_axes, None, head_axes, None), P(batch_axes, head_axes, None))
     names = {*batch_axes, *head_axes}
-    return jax.shard_map(on_shard, in_specs=in_specs, out_specs=out_specs, axis_names=names)(*operands)
+    split = jax.shard_map(on_shard, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names)
+    return split(*operands)
 
 
 def _explicit_axes(inputs: Inputs) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from fast_layers import dispatch
 from fast_layers.kernel_parts.manual_axes import vary_alike
-from fast_layers.ops.conv1d import reference
+from fast_layers.ops.conv1d import reference, sharding
 from fast_layers.ops.conv1d.activations import ACTIVATIONS
 from fast_layers.ops.conv1d.backends import BACKENDS
 from fast_layers.ops.conv1d.history import reach_of
@@ -93,7 +93,7 @@ def causal_conv1d(
     )
     aux = Aux() if segment_ids is None else Aux(reach_of(_check_segments(segment_ids, inputs.x), width - 1))
     plan = dispatch.plan(OP, BACKENDS, problem, implementation)
-    inputs, aux = vary_alike((inputs, aux))
+    inputs, aux = vary_alike(sharding.follow_x(inputs, aux))
     with jax.numpy_rank_promotion("allow"):
         both = [plan.sole_backend(pass_) for pass_ in dispatch.PASSES]
         if all(backend is not None and backend.fwd is reference.forward for backend in both):

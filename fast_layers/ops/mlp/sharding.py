@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from fast_layers.kernel_parts.manual_axes import explicit_axes, vary_alike
+from fast_layers.kernel_parts.manual_axes import explicit_axes, lay_out, mesh_of, vary_alike
 from fast_layers.ops.mlp.problem import Inputs
 
 # What the dimensions of each weight are; I and O are never sharded.
@@ -44,7 +44,8 @@ def per_shard(apply: Callable[[Inputs], Array], inputs: Inputs) -> Array:
             "its own; reshard one of them"
         )
     names = {name for axes in (*token_axes, hidden_axes) for name in axes}
-    if not names:
+    mesh = mesh_of(inputs)
+    if mesh is None:
         return apply(vary_alike(inputs))
 
     def on_shard(inputs: Inputs) -> Array:
@@ -61,8 +62,8 @@ def per_shard(apply: Callable[[Inputs], Array], inputs: Inputs) -> Array:
     given = {name: spec for name, spec in weights.items() if getattr(inputs, name) is not None}
     in_specs = inputs._replace(x=P(*tokens, None), **given)
     out_specs = P(*tokens, None if inputs.w_down is not None else hidden_axes or None)
-    inputs = jax.tree.map(jax.sharding.reshard, inputs, in_specs)
-    return jax.shard_map(on_shard, in_specs=(in_specs,), out_specs=out_specs, axis_names=names)(inputs)
+    inputs = lay_out(inputs, in_specs, mesh)
+    return jax.shard_map(on_shard, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=names)(inputs)
 
 
 def _hidden_axes(inputs: Inputs) -> tuple[str, ...]:

@@ -80,11 +80,12 @@ def selective_scan(
     groups, state_dim = inputs.B.shape[2:]
     ids = check_segment_ids(segment_ids, batch, length)
     inputs, aux = vary_alike((inputs, Aux(None if ids is None else documents(ids))))
-    if axes := [name for axes in explicit_axes(inputs.x) for name in axes]:
-        raise ValueError(
-            f"x is explicitly sharded over mesh axes {tuple(axes)}: call selective_scan inside jax.shard_map, with "
-            "batch and channels as each device has them; both are independent"
-        )
+    for name, operand in (*inputs._asdict().items(), ("segment_ids", aux.document)):
+        if operand is not None and (axes := [axis for axes in explicit_axes(operand) for axis in axes]):
+            raise ValueError(
+                f"{name} is explicitly sharded over mesh axes {tuple(axes)}: call selective_scan inside "
+                "jax.shard_map, with batch and channels as each device has them; both are independent"
+            )
     problem = Problem(
         batch=batch,
         length=length,

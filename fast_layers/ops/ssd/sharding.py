@@ -14,7 +14,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from fast_layers.kernel_parts.manual_axes import explicit_axes, vary_alike
+from fast_layers.kernel_parts.manual_axes import explicit_axes, explicit_names, lay_out, mesh_of, vary_alike
 from fast_layers.ops.ssd.problem import Aux, Inputs, Scanned
 
 # What the dimensions of each operand are, by its field name; None is never sharded.
@@ -33,12 +33,12 @@ _DIMENSIONS = {
 
 
 def per_shard(scan: Callable[[Inputs, Aux], Scanned], inputs: Inputs, aux: Aux) -> Scanned:
-    """`scan(inputs, aux)`, on each device's shard if x is explicitly sharded."""
+    """`scan(inputs, aux)`, on each device's shard if x is explicitly sharded; the other operands follow x."""
     batch_axes, head_axes = _explicit_axes(inputs)
-    if not batch_axes and not head_axes:
+    mesh = mesh_of((inputs, aux))
+    if mesh is None:
         return scan(*vary_alike((inputs, aux)))
     heads, groups = inputs.x.shape[2], inputs.B.shape[2]
-    mesh = jax.typeof(inputs.x).sharding.mesh
     shards = math.prod(mesh.shape[name] for name in head_axes)
     if groups % shards and shards % groups:
         raise ValueError(
@@ -62,10 +62,12 @@ def per_shard(scan: Callable[[Inputs, Aux], Scanned], inputs: Inputs, aux: Aux) 
 
     operands = (inputs, aux)
     in_specs = jax.tree_util.tree_map_with_path(spec, operands)
-    operands = jax.tree.map(jax.sharding.reshard, operands, in_specs)
+    operands = lay_out(operands, in_specs, mesh)
     out_specs: list[Any] = [P(batch_axes, None, head_axes, None), P(batch_axes, head_axes, None, None)]
-    names = {*batch_axes, *head_axes}
-    return jax.shard_map(on_shard, in_specs=in_specs, out_specs=Scanned(*out_specs), axis_names=names)(*operands)
+    # If x is whole, so is now everything, and each device computes all.
+    names = {*batch_axes, *head_axes} or explicit_names(mesh)
+    split = jax.shard_map(on_shard, mesh=mesh, in_specs=in_specs, out_specs=Scanned(*out_specs), axis_names=names)
+    return split(*operands)
 
 
 def _explicit_axes(inputs: Inputs) -> tuple[tuple[str, ...], tuple[str, ...]]:

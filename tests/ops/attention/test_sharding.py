@@ -323,6 +323,15 @@ def test_layouts_that_need_other_rows_are_refused(implementation, specs, message
             fast_layers.dot_product_attention(**qkv, implementation=implementation)
 
 
+def test_outside_a_mesh_context(implementation):
+    """The mesh is known from the arrays."""
+    x, rows = _normal(B, T, N, H), NamedSharding(_mesh((4, 2), AxisType.Explicit), P("data"))
+    attend = jax.jit(lambda x: fast_layers.dot_product_attention(x, x, x, implementation=implementation))
+    got = attend(jax.device_put(x, rows))
+    np.testing.assert_allclose(got, attend(x), rtol=1e-5, atol=1e-5)
+    assert got.sharding.is_equivalent_to(rows, 4)
+
+
 def test_key_heads_that_fit_no_shards_are_refused(implementation):
     mesh = _mesh((2, 4), AxisType.Explicit)
     with jax.set_mesh(mesh):

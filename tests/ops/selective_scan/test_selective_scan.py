@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from closeness import assert_close_over_draws, assert_trees_close
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import fast_layers
 from ops.ssd import oracle
@@ -233,7 +235,8 @@ def test_steps_are_the_scan():
     state, outs = operands["initial_state"], []
     for t in range(case.length):
         token = {name: operands[name][:, t] for name in ("x", "dt", "B", "C", "z")}
-        y, state = fast_layers.selective_scan_step(state, **token, **shared, dt_softplus=True)
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+            y, state = fast_layers.selective_scan_step(state, **token, **shared, dt_softplus=True)
         outs.append(y)
     assert_trees_close((jnp.stack(outs, 1), state), (out, final), plain[:2])
 
@@ -280,6 +283,18 @@ def test_mistake(bad, pieces):
     message = str(caught.value)
     assert all(piece in message for piece in pieces), message
     assert "\n" not in message
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 2, reason="needs two CPU devices")
+def test_sharded_operands_are_refused_by_name():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:2])
+    with jax.set_mesh(mesh):
+        for name, spec in (("x", P("data")), ("A", P("data"))):
+            placed = jax.device_put(GOOD[name], jax.NamedSharding(mesh, spec))
+            with pytest.raises(
+                ValueError, match=rf"^{name} is explicitly sharded over .*'data'.*shard_map"
+            ):
+                fast_layers.selective_scan(**{**GOOD, name: placed})
 
 
 def test_explain():

@@ -131,6 +131,25 @@ def test_what_cannot_be_sharded():
         call(B=P("data"))
 
 
+@pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs eight CPU devices")
+@pytest.mark.parametrize(
+    "specs",
+    [
+        {"x": P("data", None, "model"), "dt": P("data"), "B": P("data"), "C": P("data")},
+        {"dt": P("data", None, "model"), "A": P("model"), "D": P("model"), "initial_state": P("data")},
+    ],
+    ids=["x", "not x"],
+)
+def test_operands_follow_x_outside_a_mesh_context_too(specs):
+    operands = _operands(Case(batch=4, length=8, heads=4, groups=2, D="head", initial_state=True))
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:8])
+    placed = {name: jax.device_put(v, NamedSharding(mesh, specs.get(name, P()))) for name, v in operands.items()}
+    scan = jax.jit(lambda operands: fast_layers.ssd(**operands))
+    got = scan(placed)
+    np.testing.assert_allclose(got, scan(operands), rtol=1e-4, atol=1e-5)
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, specs.get("x", P())), 4)
+
+
 def test_steps_are_the_scan():
     case = Case(length=9, heads=6, groups=2, D="channel", z=True, dt_bias=True, softplus=True, initial_state=True)
     built = build(case)
