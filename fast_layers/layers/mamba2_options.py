@@ -6,6 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
+from fast_layers.ops.ssd import check
+from fast_layers.ops.ssd.backends import BACKENDS
+
 
 @dataclasses.dataclass(frozen=True)
 class Mamba2Options:
@@ -48,7 +51,14 @@ class Mamba2Options:
             )
         if not isinstance(self.norm_eps, int | float) or not 0 <= self.norm_eps < math.inf:
             raise ValueError(f"norm_eps={self.norm_eps!r}: must be a number, 0 or more")
-        object.__setattr__(self, "dt_limit", tuple(self.dt_limit))
+        object.__setattr__(self, "dt_limit", check.dt_limit(self.dt_limit))
+        if self.chunk_size is not None:
+            check.chunk_size(self.chunk_size, default=1, length=1)
+        backends = [backend.name for backend in BACKENDS]
+        if self.implementation is not None and self.implementation not in backends:
+            raise ValueError(
+                f"implementation {self.implementation!r} is unknown; the backends of ssd are {', '.join(backends)}"
+            )
 
     @property
     def d_inner(self) -> int:

@@ -16,6 +16,7 @@ from fast_layers.ops.conv1d.activations import ACTIVATIONS
 from fast_layers.ops.conv1d.backends import BACKENDS
 from fast_layers.ops.conv1d.history import reach_of
 from fast_layers.ops.conv1d.problem import Aux, Inputs, Outputs, Problem
+from fast_layers.ops.static_options import flag
 
 OP = "causal_conv1d"
 Activation = Literal["silu", "swish"]
@@ -64,6 +65,7 @@ def causal_conv1d(
 
     Source: the depthwise convolution of Gu and Dao, "Mamba" (2023), as in github.com/Dao-AILab/causal-conv1d.
     """
+    flag("return_final_state", return_final_state)
     inputs = Inputs(
         _floating("x", x),
         _floating("w", w),

@@ -13,9 +13,9 @@ from fast_layers.ops.selective_scan import check
 from fast_layers.ops.selective_scan.backends import BACKENDS
 from fast_layers.ops.selective_scan.problem import Aux, Problem
 from fast_layers.ops.ssd.check import chunk_size as check_chunk_size
-from fast_layers.ops.ssd.check import flag
 from fast_layers.ops.ssd.check import segment_ids as check_segment_ids
 from fast_layers.ops.ssd.problem import documents
+from fast_layers.ops.static_options import flag
 
 OP = "selective_scan"
 DEFAULT_CHUNK = 64

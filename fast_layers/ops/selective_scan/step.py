@@ -9,8 +9,8 @@ from jaxtyping import Array, ArrayLike, Float
 from fast_layers.ops.selective_scan import check
 from fast_layers.ops.selective_scan.problem import Inputs
 from fast_layers.ops.selective_scan.recurrence import UNLIMITED
-from fast_layers.ops.ssd.check import flag
 from fast_layers.ops.ssd.problem import silu, step_sizes
+from fast_layers.ops.static_options import flag
 
 
 def selective_scan_step(

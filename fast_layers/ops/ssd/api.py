@@ -13,6 +13,7 @@ from fast_layers import dispatch
 from fast_layers.ops.ssd import check, reference, sharding
 from fast_layers.ops.ssd.backends import BACKENDS
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, documents
+from fast_layers.ops.static_options import flag
 
 OP = "ssd"
 DEFAULT_CHUNK = 64
@@ -79,8 +80,8 @@ def ssd(
     """
     inputs = check.sequence(x, dt, A, B, C, D, z, dt_bias, initial_state)
     batch, length = inputs.x.shape[:2]
-    check.flag("dt_softplus", dt_softplus)
-    check.flag("return_final_state", return_final_state)
+    flag("dt_softplus", dt_softplus)
+    flag("return_final_state", return_final_state)
     options = _Options(check.chunk_size(chunk_size, DEFAULT_CHUNK, length), dt_softplus, check.dt_limit(dt_limit))
     ids = check.segment_ids(segment_ids, batch, length)
     aux = Aux(None if ids is None else documents(ids))

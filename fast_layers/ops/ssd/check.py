@@ -65,11 +65,6 @@ def dt_limit(limit: Any) -> tuple[float, float]:
     return low, high
 
 
-def flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: must be True or False, known when tracing")
-
-
 def _arrays(x, dt, A, B, C, D, z, dt_bias, initial_state, state: str = "initial_state") -> Inputs:
     names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", state)
     operands = (x, dt, A, B, C, D, z, dt_bias, initial_state)

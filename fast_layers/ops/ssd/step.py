@@ -10,6 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from fast_layers.ops.ssd import check
 from fast_layers.ops.ssd.problem import Inputs, silu, step_sizes
+from fast_layers.ops.static_options import flag
 
 
 class Token(NamedTuple):
@@ -69,7 +70,7 @@ def ssd_step(
     """
     given = check.step(state, x, dt, A, B, C, D, z, dt_bias)
     limit = check.dt_limit(dt_limit)
-    check.flag("dt_softplus", dt_softplus)
+    flag("dt_softplus", dt_softplus)
     # A user's ban on implicit rank promotion is about the user's own arrays.
     with jax.numpy_rank_promotion("allow"):
         return _step(given, dt_softplus, limit)

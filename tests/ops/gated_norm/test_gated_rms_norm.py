@@ -216,6 +216,7 @@ BAD = {
     "dtypes": ({"z": Y.astype(np.float16)}, "the same dtype, got float32 and float16; cast"),
     "weight": ({"weight": WEIGHT[:3]}, r"weight must have shape \(features,\) = \(6,\), got \(3,\)"),
     "group size": ({"group_size": 4}, "group_size=4: must be a divisor of the 6 features"),
+    "flag": ({"norm_before_gate": "after"}, "norm_before_gate='after': must be True or False"),
     "eps": ({"eps": -1.0}, "eps=-1.0: must be a number, 0 or more"),
     "backend": ({"implementation": "mosaic"}, "implementation 'mosaic' is unknown; .* xla, reference"),
 }
@@ -225,6 +226,12 @@ BAD = {
 def test_errors(changes, message):
     with pytest.raises(ValueError, match=message):
         fast_layers.gated_rms_norm(**{"y": Y, "z": Y, "weight": WEIGHT, **changes})
+
+
+def test_numbers_of_numpy_are_numbers():
+    want = fast_layers.gated_rms_norm(Y, Y, WEIGHT, group_size=3, eps=0.25)
+    got = fast_layers.gated_rms_norm(Y, Y, WEIGHT, group_size=np.int64(3), eps=np.float32(0.25))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_explain():

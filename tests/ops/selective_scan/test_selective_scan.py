@@ -291,9 +291,7 @@ def test_sharded_operands_are_refused_by_name():
     with jax.set_mesh(mesh):
         for name, spec in (("x", P("data")), ("A", P("data"))):
             placed = jax.device_put(GOOD[name], jax.NamedSharding(mesh, spec))
-            with pytest.raises(
-                ValueError, match=rf"^{name} is explicitly sharded over .*'data'.*shard_map"
-            ):
+            with pytest.raises(ValueError, match=rf"^{name} is explicitly sharded over .*'data'.*shard_map"):
                 fast_layers.selective_scan(**{**GOOD, name: placed})
 
 
