@@ -107,7 +107,7 @@ def _problem(inputs: Inputs, group_size: Any, eps: Any, norm_before_gate: bool) 
     whole = isinstance(group_size, numbers.Integral) and not isinstance(group_size, bool)
     if not whole or group_size < 1 or features % group_size:
         raise ValueError(f"{group_size=}: must be a divisor of the {features} features, or None for all of them")
-    if not isinstance(eps, numbers.Real) or isinstance(eps, bool) or not 0 <= eps < math.inf:
+    if not isinstance(eps, numbers.Real) or isinstance(eps, bool) or not 0 <= float(eps) < math.inf:
         raise ValueError(f"{eps=}: must be a number, 0 or more")
     flag("norm_before_gate", norm_before_gate)
     return Problem(tuple(rows), features, y.dtype, int(group_size), float(eps), norm_before_gate)
