@@ -104,6 +104,7 @@ SPILLS = {
     "backward, gated, deep": 68,
     "backward, gated, biases": 96,
     "few rows, gated": 24,
+    "float16": 44,
 }
 MOST_SECONDS = 90.0
 

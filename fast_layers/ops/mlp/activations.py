@@ -58,19 +58,15 @@ def _gelu_tanh(x: Array) -> Array:
 
 
 def _d_gelu_tanh(x: Array) -> Array:
-    s, c = _sigmoid(_gelu_logit(x)), _within_gelu(x)
-    return s * (1.0 + c * (1.0 - s) * _GELU_SLOPE * (1.0 + 3.0 * _GELU_CUBIC * c * c))
+    # Below, the sigmoid is 0 in float64 too; what it is multiplied by would overflow, and 0 inf is NaN.
+    x = jnp.maximum(x, -_GELU_SATURATES)
+    s = _sigmoid(_gelu_logit(x))
+    return s * (1.0 + x * (1.0 - s) * _GELU_SLOPE * (1.0 + 3.0 * _GELU_CUBIC * x * x))
 
 
 def _gelu_logit(x: Array) -> Array:
     """(1 + tanh(u)) / 2 is sigmoid(2 u), which is precise where tanh(u) is close to -1."""
-    c = _within_gelu(x)
-    return _GELU_SLOPE * (c + _GELU_CUBIC * c * c * c)
-
-
-def _within_gelu(x: Array) -> Array:
-    """Beyond these the sigmoid is 0 or 1 in float64 too; powers of larger numbers may overflow, and 0 inf is NaN."""
-    return jnp.minimum(jnp.maximum(x, -_GELU_SATURATES), _GELU_SATURATES)
+    return _GELU_SLOPE * (x + _GELU_CUBIC * x * x * x)
 
 
 def _relu(x: Array) -> Array:
