@@ -77,13 +77,10 @@ CASES = {
 # One for each kind of mask, depth and option; the others differ from one of these in shapes or in what comes together.
 EACH_RUN = {
     "causal",
-    "fewer keys",
     "many queries",
     "window",
     "documents, padding of NaN",
     "lengths",
-    "sinks",
-    "softcap",
     "grouped heads",
     "depth 128, documents",
     "depths 192 and 128",
