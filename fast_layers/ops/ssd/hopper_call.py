@@ -86,9 +86,7 @@ is left at a token; what a token's x is multiplied by to be added to the state l
 
 
 def operands_of(p: Problem, inputs: Inputs, aux: Aux) -> Operands:
-    dt = step_sizes(inputs.dt, inputs.dt_bias, softplus=p.dt_softplus, limit=p.dt_limit, dtype=p.accumulator_dtype)
-    document = None if aux.document is None else _chunk_up(aux.document, "edge")
-    factors, first = _factors(_chunk_up(dt), inputs.A.astype(dt.dtype), document)
+    factors, first = decay_factors(p, inputs, aux, ROWS)
     D = None
     if inputs.D is not None:
         by_channel = jnp.broadcast_to(inputs.D.astype(jnp.float32).reshape(p.heads, -1), (p.heads, p.head_dim))
@@ -98,21 +96,27 @@ def operands_of(p: Problem, inputs: Inputs, aux: Aux) -> Operands:
         state = inputs.initial_state.astype(jnp.float32)
         state = _pad_state(_pad(state, -p.head_dim % ROWS, 2)).reshape(p.batch, -1, ROWS, padded_state(p.state_dim))
     return Operands(
-        x=_for_tma(_panels(inputs.x)),
-        B=_for_tma(_pad_state(inputs.B)),
-        C=_for_tma(_pad_state(inputs.C)),
+        x=for_tma(_panels(inputs.x), ROWS),
+        B=for_tma(_pad_state(inputs.B), ROWS),
+        C=for_tma(_pad_state(inputs.C), ROWS),
         factors=factors,
         first=first,
         D=D,
-        z=None if inputs.z is None else _for_tma(_panels(inputs.z)),
+        z=None if inputs.z is None else for_tma(_panels(inputs.z), ROWS),
         initial_state=state,
     )
 
 
-def _factors(dt: Float[Array, "B C Q H"], A: Float[Array, " H"], document: Int[Array, "B C Q"] | None):
-    """(factors, first). A chunk's sums are kept within a document by the matrix that makes them."""
-    log2_decay = jnp.maximum(dt * (A * LOG2_E), _FORGETS_ALL_LOG2)
-    tokens = jnp.arange(ROWS)
+def decay_factors(p: Problem, inputs: Inputs, aux: Aux, rows: int):
+    """`factors` and `first` of chunks of `rows` tokens, as `Operands` describes them.
+
+    A chunk's sums are kept within a document by the matrix that makes them.
+    """
+    dt = step_sizes(inputs.dt, inputs.dt_bias, softplus=p.dt_softplus, limit=p.dt_limit, dtype=p.accumulator_dtype)
+    dt = _chunk_up(dt, rows)
+    document = None if aux.document is None else _chunk_up(aux.document, rows, "edge")
+    log2_decay = jnp.maximum(dt * (inputs.A.astype(dt.dtype) * LOG2_E), _FORGETS_ALL_LOG2)
+    tokens = jnp.arange(rows)
     visible, first = tokens[:, None] >= tokens, None
     reaches_entry, reaches_exit = jnp.ones((), bool), jnp.ones((), bool)
     if document is not None:
@@ -122,7 +126,7 @@ def _factors(dt: Float[Array, "B C Q H"], A: Float[Array, " H"], document: Int[A
         before = jnp.concatenate([document[:, :1, 0], document[:, :-1, -1]], axis=1)
         reaches_entry = (document == before[..., None])[..., None]
         reaches_exit = (document == document[..., -1:])[..., None]
-    visible = jnp.broadcast_to(visible, (*dt.shape[:2], ROWS, ROWS)).astype(dt.dtype)
+    visible = jnp.broadcast_to(visible, (*dt.shape[:2], rows, rows)).astype(dt.dtype)
     sums = jnp.einsum("bcqs,bcsh->bcqh", visible, log2_decay, precision=lax.Precision.HIGHEST)
     leaving = jnp.exp2(jnp.minimum(sums[:, :, -1:] - sums, 0.0)) * dt
     by_token = (
@@ -143,13 +147,13 @@ def _pad_state(x: Float[Array, "... N"]) -> Float[Array, "... N"]:
     return _pad(x, padded_state(x.shape[-1]) - x.shape[-1], x.ndim - 1)
 
 
-def _for_tma(x: Array) -> Array:
-    """At least a chunk long, and a multiple of 8. Tokens added here have no effect: their dt is 0."""
-    return _pad(x, -(-max(x.shape[1], ROWS) // TMA_ROWS) * TMA_ROWS - x.shape[1], 1)
+def for_tma(x: Array, rows: int) -> Array:
+    """At least a chunk of `rows` long, and a multiple of 8. Tokens added here have no effect: their dt is 0."""
+    return _pad(x, -(-max(x.shape[1], rows) // TMA_ROWS) * TMA_ROWS - x.shape[1], 1)
 
 
-def _chunk_up(x: Array, mode: str = "constant") -> Array:
-    return _pad(x, -x.shape[1] % ROWS, 1, mode).reshape(x.shape[0], -1, ROWS, *x.shape[2:])
+def _chunk_up(x: Array, rows: int, mode: str = "constant") -> Array:
+    return _pad(x, -x.shape[1] % rows, 1, mode).reshape(x.shape[0], -1, rows, *x.shape[2:])
 
 
 def _pad(x: Array, missing: int, axis: int, mode: str = "constant") -> Array:
