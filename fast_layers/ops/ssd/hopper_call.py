@@ -90,28 +90,50 @@ def operands_of(p: Problem, inputs: Inputs, aux: Aux) -> Operands:
     D = None
     if inputs.D is not None:
         by_channel = jnp.broadcast_to(inputs.D.astype(jnp.float32).reshape(p.heads, -1), (p.heads, p.head_dim))
-        D = jnp.broadcast_to(_panels(by_channel), (p.batch, p.heads * panels(p.head_dim), ROWS))
+        D = jnp.broadcast_to(panels_of(by_channel), (p.batch, p.heads * panels(p.head_dim), ROWS))
     state = None
     if inputs.initial_state is not None:
         state = inputs.initial_state.astype(jnp.float32)
         state = _pad_state(_pad(state, -p.head_dim % ROWS, 2)).reshape(p.batch, -1, ROWS, padded_state(p.state_dim))
     return Operands(
-        x=for_tma(_panels(inputs.x), ROWS),
+        x=for_tma(panels_of(inputs.x), ROWS),
         B=for_tma(_pad_state(inputs.B), ROWS),
         C=for_tma(_pad_state(inputs.C), ROWS),
         factors=factors,
         first=first,
         D=D,
-        z=None if inputs.z is None else for_tma(_panels(inputs.z), ROWS),
+        z=None if inputs.z is None else for_tma(panels_of(inputs.z), ROWS),
         initial_state=state,
     )
 
 
-def decay_factors(p: Problem, inputs: Inputs, aux: Aux, rows: int):
-    """`factors` and `first` of chunks of `rows` tokens, as `Operands` describes them.
+class Decays(NamedTuple):
+    """Of each token, in float32."""
 
-    A chunk's sums are kept within a document by the matrix that makes them.
-    """
+    dt: Float[Array, "B C Q H"]
+    """As the recurrence takes it."""
+    sums: Float[Array, "B C Q H"]
+    """Of log2 of the decays up to the token, in its document and chunk."""
+    entering: Float[Array, "B C Q H"]
+    """The share of the state entering the chunk that is left at the token."""
+    leaving: Float[Array, "B C Q H"]
+    """The share of what enters the state at the token that leaves the chunk."""
+    first: Int[Array, "B C Q"] | None
+    """As in `Operands`."""
+
+
+def decay_factors(p: Problem, inputs: Inputs, aux: Aux, rows: int):
+    """`factors` and `first` of chunks of `rows` tokens, as `Operands` describes them."""
+    dt, sums, entering, leaving, first = decays_of(p, inputs, aux, rows)
+    return by_head(sums, sums - jnp.log2(dt), entering, leaving * dt), first
+
+
+def by_head(*by_token: Float[Array, "B C Q H"]) -> Float[Array, "B C H F Q"]:
+    return jnp.stack(by_token, 2).transpose(0, 1, 4, 2, 3)
+
+
+def decays_of(p: Problem, inputs: Inputs, aux: Aux, rows: int) -> Decays:
+    """A chunk's sums are kept within a document by the matrix that makes them."""
     dt = step_sizes(inputs.dt, inputs.dt_bias, softplus=p.dt_softplus, limit=p.dt_limit, dtype=p.accumulator_dtype)
     dt = _chunk_up(dt, rows)
     document = None if aux.document is None else _chunk_up(aux.document, rows, "edge")
@@ -128,17 +150,11 @@ def decay_factors(p: Problem, inputs: Inputs, aux: Aux, rows: int):
         reaches_exit = (document == document[..., -1:])[..., None]
     visible = jnp.broadcast_to(visible, (*dt.shape[:2], rows, rows)).astype(dt.dtype)
     sums = jnp.einsum("bcqs,bcsh->bcqh", visible, log2_decay, precision=lax.Precision.HIGHEST)
-    leaving = jnp.exp2(jnp.minimum(sums[:, :, -1:] - sums, 0.0)) * dt
-    by_token = (
-        sums,
-        sums - jnp.log2(dt),
-        jnp.where(reaches_entry, jnp.exp2(sums), 0.0),
-        jnp.where(reaches_exit, leaving, 0.0),
-    )
-    return jnp.stack(by_token, 2).transpose(0, 1, 4, 2, 3), first
+    leaving = jnp.exp2(jnp.minimum(sums[:, :, -1:] - sums, 0.0))
+    return Decays(dt, sums, jnp.where(reaches_entry, jnp.exp2(sums), 0.0), jnp.where(reaches_exit, leaving, 0.0), first)
 
 
-def _panels(x: Float[Array, "*L H P"]) -> Float[Array, "*L U 64"]:
+def panels_of(x: Float[Array, "*L H P"]) -> Float[Array, "*L U 64"]:
     """The heads' channels as panels; those of 32 are padded."""
     return _pad(x, -x.shape[-1] % ROWS, x.ndim - 1).reshape(*x.shape[:-2], -1, ROWS)
 
