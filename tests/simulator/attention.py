@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.arch import Arch
 from fast_layers.dispatch import Backend
-from fast_layers.ops.attention import hopper_bias_grad, hopper_bwd, hopper_call, hopper_fwd
+from fast_layers.ops.attention import forward_parts, hopper_bias_grad, hopper_bwd, hopper_call, hopper_fwd
 from fast_layers.testing import ParityTable, Simulation, check_parity, simulate
 from fast_layers.testing.parity import Case
 
@@ -175,7 +175,8 @@ def _whole(ref: Any) -> Any:
 @contextlib.contextmanager
 def changed(module: Any, stand_in: StandIn, *patches: tuple[Any, str, Any]) -> Iterator[StandIn]:
     scratch = (module, "_Scratch", stand_in.recording(module._Scratch))
-    with patched((module, "plgpu", stand_in), scratch, *patches):
+    shared = ((forward_parts, "plgpu", stand_in),) if module is hopper_fwd else ()
+    with patched((module, "plgpu", stand_in), *shared, scratch, *patches):
         yield stand_in
 
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.arch import Arch
 from fast_layers.dispatch import Backend
-from fast_layers.ops.attention import blackwell_bwd, blackwell_call, blackwell_fwd
+from fast_layers.ops.attention import blackwell_bwd, blackwell_call, blackwell_fwd, forward_parts
 
 B200 = Arch("cuda", "NVIDIA B200", (10, 0))
 BLACKWELL = Backend(
@@ -101,5 +101,6 @@ _EVENTS = {
 def without(module: Any, *events: str, patches: tuple[tuple[Any, str, Any], ...] = ()) -> Iterator[Without]:
     stand_in = Without(*events)
     scratch = (module, "_Scratch", stand_in.recording(module._Scratch))
-    with patched((module, "plgpu", stand_in), scratch, *patches):
+    shared = ((forward_parts, "plgpu", stand_in),) if module is blackwell_fwd else ()
+    with patched((module, "plgpu", stand_in), *shared, scratch, *patches):
         yield stand_in

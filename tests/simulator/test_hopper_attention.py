@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
-from fast_layers.ops.attention import api, hopper_bwd, hopper_call, hopper_fwd, hopper_mask, reference, xla
+from fast_layers.ops.attention import api, hopper_bwd, hopper_call, hopper_fwd, reference, tile_mask, xla
 from fast_layers.ops.attention.config import HopperForwardTiles
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import simulate
@@ -378,9 +378,9 @@ def _unscaled(launch):
 
 
 VALUE_FAULTS = {
-    "causal off by one": ((hopper_mask.TileMask, "__init__", _off_by_one), {"out", "dq", "dk"}),
-    "one tile of keys less": ((hopper_mask.TileMask, "key_span", _one_tile_less), {"out", "lse"}),
-    "a ragged tile taken as plain": ((hopper_mask.TileMask, "key_span", _plain_one_tile_more), {"out"}),
+    "causal off by one": ((tile_mask.TileMask, "__init__", _off_by_one), {"out", "dq", "dk"}),
+    "one tile of keys less": ((tile_mask.TileMask, "key_span", _one_tile_less), {"out", "lse"}),
+    "a ragged tile taken as plain": ((tile_mask.TileMask, "key_span", _plain_one_tile_more), {"out"}),
     "lse in base 2": ((OnlineSoftmax, "finish", _in_base_2), {"lse"}),
     "dq without scale": ((hopper_bwd, "_launch", _unscaled), {"dq"}),
 }

@@ -45,12 +45,11 @@ from fast_layers.ops.attention.blackwell_tile import (
     ROWS,
     STAGED,
     NativeTileMask,
-    by_row,
     column_slices,
 )
-from fast_layers.ops.attention.hopper_call import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
-from fast_layers.ops.attention.hopper_mask import TileMask, tanh
+from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
 from fast_layers.ops.attention.problem import Inputs, Problem, Residuals, finite_or_zero
+from fast_layers.ops.attention.tile_mask import TileMask, by_row, tanh
 from fast_layers.ops.attention.xla import sink_gradient
 
 BUFFERS = 2

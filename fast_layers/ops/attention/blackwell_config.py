@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from fast_layers.ops.attention.config import num_splits
 from fast_layers.ops.attention.problem import Problem
 
 BLACKWELL_SMEM_BYTES = 227 << 10
@@ -11,6 +12,10 @@ BLACKWELL_TMEM_COLUMNS = 512
 BLACKWELL_SMS = 148
 _BLACKWELL_ROWS = 128
 """Lanes of tensor memory, and rows of one matmul."""
+PANELS = 2
+"""Parts of out, as wide as a swizzled tile, that leave shared memory in turn where keys are split."""
+_PANEL_COLUMNS = 32
+_DEEPEST_RING = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +24,8 @@ class BlackwellForwardTiles:
 
     `q_tiles` of 128 query rows, a softmax warpgroup for each; `kv_tile` keys a step; `stages` slots for keys and values
     each; `blocks` of a persistent grid, 0 for one block per tile of queries; `rescale_log2`: by how many powers of two
-    a row's maximum must grow until its sums are rescaled, 0 for whenever it grows.
+    a row's maximum must grow until its sums are rescaled, 0 for whenever it grows; `splits` parts of the keys that a
+    block's queries see, a block for each.
     """
 
     q_tiles: int
@@ -27,6 +33,10 @@ class BlackwellForwardTiles:
     stages: int = 2
     blocks: int = 0
     rescale_log2: float = 8.0
+    splits: int = 1
+
+    q_slots = 1
+    """For the queries of each tile."""
 
     def __post_init__(self):
         if self.q_tiles not in (1, 2):
@@ -39,6 +49,8 @@ class BlackwellForwardTiles:
             raise ValueError(f"{self.blocks=} must be at least 0")
         if not 0 <= self.rescale_log2 <= 8:
             raise ValueError(f"{self.rescale_log2=} must be from 0 to 8: weights grow up to 2 to its power")
+        if self.splits < 1 or (self.splits > 1 and self.blocks):
+            raise ValueError(f"{self.splits=} must be at least 1, and 1 in a persistent grid ({self.blocks=})")
 
     @property
     def q_tile(self) -> int:
@@ -66,27 +78,41 @@ class BlackwellForwardTiles:
         return qk_dim == v_dim
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
-        """Of 16-bit tiles; barriers, lse and row vectors take the last 4 KiB."""
+        """Of 16-bit tiles, and of float32 panels where keys are split; the rest takes the last 3 KiB."""
         qk_dim, v_dim = (-(-depth // 16) * 16 for depth in (qk_dim, v_dim))
-        out_dim = 0 if self.out_in_q_slot(qk_dim, v_dim) else v_dim
-        return 2 * (self.q_tile * (qk_dim + out_dim) + self.stages * self.kv_tile * (qk_dim + v_dim)) + (4 << 10)
+        out_bytes = 0 if self.out_in_q_slot(qk_dim, v_dim) else 2 * v_dim
+        if self.splits > 1:
+            out_bytes = 4 * PANELS * _PANEL_COLUMNS
+        inputs = 2 * (self.q_tile * qk_dim + self.stages * self.kv_tile * (qk_dim + v_dim))
+        return inputs + self.q_tile * out_bytes + (3 << 10)
 
     @classmethod
     def of(cls, problem: Problem) -> BlackwellForwardTiles:
-        return cls.fitting(problem)[0]
+        """For the queries as the kernel gets them, with heads packed into rows or not."""
+        p = problem
+        tiles = cls.fitting(p)[0]
+        pieces = p.batch * p.heads * -(-p.q_len // tiles.q_tile)
+        keys = p.kv_len
+        if p.mask.band is not None and p.mask.band.low is not None and p.mask.band.high is not None:
+            keys = min(keys, p.mask.band.high - p.mask.band.low + tiles.q_tile)
+        splits = 1 if pieces >= BLACKWELL_SMS else num_splits(pieces, -(-keys // tiles.kv_tile), BLACKWELL_SMS)
+        return tiles if splits == 1 else (cls.fitting(p, splits) or [tiles])[0]
 
     @classmethod
-    def fitting(cls, problem: Problem) -> list[BlackwellForwardTiles]:
-        """Best first: two tiles of queries, so that one multiplies while the other exponentiates. Maybe none."""
+    def fitting(cls, problem: Problem, splits: int = 1) -> list[BlackwellForwardTiles]:
+        """Best first: two tiles of queries, so that one multiplies while the other exponentiates. Maybe none.
+
+        Where keys are split memory is what is waited for, hence as many tiles on their way as fit.
+        """
         p = problem
         causal = p.mask.band is not None and p.mask.band.high is not None
         # The hardware's own scheduler balances a causal mask's tiles, as measured on Hopper.
-        blocks = 0 if causal else BLACKWELL_SMS
+        blocks = 0 if causal or splits > 1 else BLACKWELL_SMS
         choices = [
-            cls(q_tiles, kv_tile, stages, blocks)
+            cls(q_tiles, kv_tile, stages, blocks, splits=splits)
             for q_tiles in ((1,) if p.q_len <= _BLACKWELL_ROWS else (2, 1))
             for kv_tile in (128, 64)
-            for stages in (4, 3, 2)
+            for stages in range(4 if splits == 1 else _DEEPEST_RING, 1, -1)
         ]
         return [tiles for tiles in choices if tiles.fits(p)]
 

@@ -4,8 +4,9 @@ No GPU has run it: it is simulated, and compiled by the real assembler.
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth.
 
-A block handles one or two tiles of 128 query rows of one head at a time. Each tile has a softmax warpgroup of its own;
-one warpgroup loads for both, and one issues all matmuls:
+A block handles one or two tiles of 128 query rows of one head at a time, or with `splits` a part of the keys that they
+see (out is float32 then, and `split_kv` puts the parts together). Each tile has a softmax warpgroup of its own; one
+warpgroup loads for both, and one issues all matmuls:
 
     load warpgroup                         matmul warpgroup, for each tile in turn
     --------------                         ---------------------------------------
@@ -37,14 +38,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax, zero_where_empty
-from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
-from fast_layers.kernel_parts.tile_order import TileOrder, snake, turns
-from fast_layers.ops.attention import packed_heads
-from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
+from fast_layers.ops.attention import forward_parts
+from fast_layers.ops.attention.blackwell_config import PANELS, BlackwellForwardTiles
 from fast_layers.ops.attention.blackwell_tile import (
     BY_COLUMN,
     BY_ROW,
@@ -52,110 +50,48 @@ from fast_layers.ops.attention.blackwell_tile import (
     ROWS,
     STAGED,
     NativeTileMask,
-    by_row,
     column_slices,
 )
-from fast_layers.ops.attention.config import packs_heads
-from fast_layers.ops.attention.hopper_call import (
-    SHARED,
-    TMA_ROWS,
-    RowMask,
-    pad_axis,
-    pad_for_tma,
-    padded_depth,
-    round_up,
-)
-from fast_layers.ops.attention.hopper_mask import Span, TileMask, mend_broken_rows, tanh
+from fast_layers.ops.attention.forward_parts import Operands, Piece, Work, join_sink, load, see_nothing
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
-
-
-class _Operands(NamedTuple):
-    query: Float[Array, "B T N H"]
-    key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K V"]
-    sinks: Float[Array, "B|1 N T|1"] | None
-    mask: RowMask | None
+from fast_layers.ops.attention.tile_mask import TileMask, by_row, tanh
 
 
 def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: BlackwellForwardTiles | None = None):
     """(out [B, T, N, V], lse [B, N, T]); `tiles` for the queries as the kernel gets them, with heads packed or not."""
-    p, query, form, sinks = problem, inputs.query, aux.mask, inputs.sinks
-    packs = packs_heads(p)
-    if packs:
-        form = packed_heads.pack_mask(p, form)
-        p = packed_heads.pack_problem(p, form)
-        query = packed_heads.pack(query, problem.kv_heads)
-    tiles = BlackwellForwardTiles.of(p) if tiles is None else tiles
-    qk_dim, v_dim = padded_depth(p.qk_dim), padded_depth(p.v_dim)
-    operands = _Operands(
-        pad_for_tma(query, ROWS, qk_dim),
-        pad_for_tma(inputs.key, tiles.kv_tile, qk_dim),
-        pad_for_tma(inputs.value, tiles.kv_tile, v_dim),
-        None if sinks is None else _by_row(sinks, p, tiles.q_tile),
-        RowMask.of(p, form, tiles.q_tile, tiles.kv_tile),
-    )
-    out, lse = over_batch(functools.partial(_launch, tiles, problem.group if packs else 1), SHARED)(p, operands)
-    return out[..., : problem.v_dim], lse
 
+    def choose(p: Problem) -> BlackwellForwardTiles:
+        return BlackwellForwardTiles.of(p) if tiles is None else tiles
 
-def _by_row(sinks: Float[Array, " N"], p: Problem, q_tile: int) -> Float[Array, "1 N T|1"]:
-    """One per head, or where heads are packed one per row."""
-    sinks = sinks.astype(jnp.float32).reshape(1, p.heads, -1)
-    group = sinks.shape[2]
-    return sinks if group == 1 else pad_axis(jnp.tile(sinks, (1, 1, p.q_len // group)), round_up(p.q_len, q_tile), 2)
+    return forward_parts.attend(problem, inputs, aux, ROWS, choose, _launch)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: _Operands):
+def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Operands):
     """(out [B, T, N, V], lse [B, N, T]), where the kernel's rows are `group` heads of each query."""
     qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
     ring, kv_tile = tiles.stages, tiles.kv_tile
     loader, multiplier = tiles.q_tiles, tiles.q_tiles + 1  # after one softmax warpgroup for each tile of queries
-    q_indices = -(-p.q_len // tiles.q_tile)
-    out_rows = round_up(p.q_len, TMA_ROWS)
-    stored_rows = min(ROWS, out_rows)  # of a tile's; TMA cuts off those beyond the last
-    order = TileOrder.of(p.batch * p.heads, q_indices, p.group, p.kv_len * (qk_dim + v_dim) * p.dtype.itemsize)
-    blocks = min(tiles.blocks or order.total, order.total)
-    # Scores of a causal mask grow with the row, so the last rows come first.
-    longest_last = p.mask.band is not None and p.mask.band.high is not None
+    work = Work(p, tiles, ROWS, qk_dim, v_dim)
     tree = jax.tree.structure(operands)
 
     def attention_forward(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         out_ref, lse_ref = refs[tree.num_leaves :]
-        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        warpgroup = lax.axis_index("warpgroup")
         mask = NativeTileMask(p, tiles.q_tile, kv_tile, inputs.mask)
-        s = _Scratch(**{"out_slots": None, **scratch})
-
-        def piece(turn) -> _Piece:
-            head, q_index = order.locate(snake(turn, block, blocks))
-            q_index = q_indices - 1 - q_index if longest_last else q_index
-            example, head = lax.div(head, p.heads), lax.rem(head, p.heads)
-            return _Piece(example, head, q_index, mask.key_span(example, q_index))
-
-        def each_piece(role):
-            """`role(piece, turn, steps)` for all of the block's pieces; `steps` counts the key tiles before them."""
-
-            def take(turn, steps):
-                taken = piece(turn)
-                role(taken, turn, steps)
-                return steps + taken.span.last - taken.span.first
-
-            if blocks < order.total:
-                lax.fori_loop(0, turns(order.total, block, blocks), take, jnp.int32(0))
-            else:
-                take(jnp.int32(0), jnp.int32(0))
+        s = _Scratch(**{"out_slots": None, "out_panels": None, **scratch})
 
         @pl.when(warpgroup == loader)
         def _load():
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
-            each_piece(functools.partial(load, mask, inputs, s))
+            work.each_piece(mask, functools.partial(load, work, mask, inputs, s))
 
         @pl.when(warpgroup == multiplier)
         def _multiply():
             plgpu.set_max_registers(tiles.multiply_registers, action="decrease")
-            each_piece(functools.partial(multiply, s))
+            work.each_piece(mask, functools.partial(multiply, s))
 
         # A role each: which tile's tensor memory is meant must be known when compiling.
         for tile in range(tiles.q_tiles):
@@ -163,66 +99,14 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: _Ope
             @pl.when(warpgroup == tile)
             def _softmax(tile=tile):
                 plgpu.set_max_registers(tiles.softmax_registers, action="increase")
-                each_piece(functools.partial(softmax, tile, mask, inputs, s, out_ref, lse_ref))
+                work.each_piece(
+                    mask,
+                    functools.partial(softmax, tile, mask, inputs, s, out_ref, lse_ref),
+                    without_keys=functools.partial(leave_nothing, tile, s, lse_ref),
+                )
                 plgpu.wait_smem_to_gmem(0)
 
-    def load(mask: TileMask, inputs: Any, s: _Scratch, piece: _Piece, turn, steps):
-        example, head, q_index, span = piece
-        kv_head = lax.div(head, p.group)
-
-        def load_q():
-            for tile in range(tiles.q_tiles):
-
-                @pl.when(turn > 0)
-                def _wait(tile=tile):
-                    plgpu.barrier_wait(s.q_consumed.at[tile])
-
-                rows = pl.ds(q_index * tiles.q_tile + tile * ROWS, ROWS)
-                plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[tile], s.q_ready.at[tile])
-
-        def load_kv(j, first=False):
-            step = steps + j - span.first
-            slot = lax.rem(step, ring)
-            keys = pl.ds(j * kv_tile, kv_tile)
-            k_ref, v_ref = inputs.key.at[example, keys, kv_head], inputs.value.at[example, keys, kv_head]
-            k_slot, v_slot = s.k_slots.at[slot], s.v_slots.at[slot]
-            mends = span.ragged(j) if mask.hides_real_keys else None
-
-            def copy(ref, slot_ref, ready):
-                if mends is None:
-                    plgpu.copy_gmem_to_smem(ref, slot_ref, ready)
-                else:
-                    # A copy's own predicate would leave its barrier's arrival in place.
-                    pl.when(mends)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, s.kv_arrived))
-                    pl.when(~mends)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, ready))
-
-            @pl.when(step >= ring)
-            def _wait_k():
-                plgpu.barrier_wait(s.k_consumed.at[slot])
-
-            copy(k_ref, k_slot, s.k_ready.at[slot])
-            if first:
-                load_q()  # between K and V, in the order in which they are needed
-
-            @pl.when(step >= ring)
-            def _wait_v():
-                plgpu.barrier_wait(s.v_consumed.at[slot])
-
-            copy(v_ref, v_slot, s.v_ready.at[slot])
-            if mends is not None:
-
-                @pl.when(mends)
-                def _mend():
-                    plgpu.barrier_wait(s.kv_arrived)
-                    mend_broken_rows(k_slot, v_slot)
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(s.k_ready.at[slot])
-                    plgpu.barrier_arrive(s.v_ready.at[slot])
-
-        load_kv(span.first, first=True)
-        lax.fori_loop(span.first + 1, span.last, lambda j, _: load_kv(j), None)
-
-    def multiply(s: _Scratch, piece: _Piece, turn, steps):
+    def multiply(s: _Scratch, piece: Piece, turn, steps):
         span = piece.span
         last_tile = tiles.q_tiles - 1
 
@@ -271,9 +155,9 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: _Ope
             multiply_values(span.last - 1, tile)
             plgpu.tcgen05_commit_arrive(s.out_ready.at[tile])
 
-    def softmax(tile: int, mask: TileMask, inputs: Any, s: _Scratch, out_ref, lse_ref, piece: _Piece, turn, steps):
+    def softmax(tile: int, mask: TileMask, inputs: Any, s: _Scratch, out_ref, lse_ref, piece: Piece, turn, steps):
         del turn, steps
-        example, head, q_index, span = piece
+        example, head, q_index, out_index, span = piece
         q_start = q_index * tiles.q_tile + tile * ROWS
         rows = mask.rows(example, q_start, ROWS, 0)
         scores_ref, weights_ref = s.scores_or_weights[tile]
@@ -329,12 +213,7 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: _Ope
 
         state = lax.fori_loop(span.first, span.last, step, OnlineSoftmax.start(ROWS, BY_ROW))
         if inputs.sinks is not None:
-            sinks = inputs.sinks.at[example if inputs.sinks.shape[0] > 1 else 0, head]
-            if sinks.shape[0] == 1:
-                sink = sinks[0]
-            else:
-                sink = plgpu.load(sinks.at[pl.ds(q_start, ROWS)], layout=BY_ROW, optimized=False)
-            state, rescale = state.join(sink * LOG2_E)
+            state, rescale = join_sink(state, inputs.sinks, piece, pl.ds(q_start, ROWS), BY_ROW)
             normaliser, lse = state.finish()
             normaliser *= rescale
         else:
@@ -344,31 +223,56 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: _Ope
         s.lse_slots.at[tile][...] = lse
         plgpu.commit_smem()
         normaliser = plgpu.load(row_slot, layout=STAGED.reduce(1))
-        out_slot = (s.q_slots if s.out_slots is None else s.out_slots).at[tile]
         plgpu.barrier_wait(s.out_ready.at[tile])
-        for c in column_slices(v_dim, swizzled_columns(v_dim, p.dtype)):
+        to = out_ref.at[out_index, pl.ds(q_start, work.stored_rows), head]
+        stored = pl.ds(0, work.stored_rows)
+
+        def out_part(c):
             part = plgpu.async_load_tmem(out.at[:, c], layout=STAGED)
-            out_slot[:, c] = (part * by_row(normaliser, part.shape[1])).astype(p.dtype)
-        plgpu.wait_load_tmem()
-        plgpu.commit_smem()
-        stored = out_slot.at[pl.ds(0, stored_rows), pl.ds(0, v_dim)]
-        to = pl.ds(q_start, stored_rows)
-        plgpu.copy_smem_to_gmem(stored, out_ref.at[example, to, head])
-        plgpu.copy_smem_to_gmem(s.lse_slots.at[tile], lse_ref.at[example, head, pl.ds(q_start, ROWS)])
+            return (part * by_row(normaliser, part.shape[1])).astype(work.out_dtype)
+
+        parts = column_slices(v_dim, swizzled_columns(v_dim, work.out_dtype))
+        if tiles.splits == 1:
+            out_slot = (s.q_slots if s.out_slots is None else s.out_slots).at[tile]
+            for c in parts:
+                out_slot[:, c] = out_part(c)
+            plgpu.wait_load_tmem()
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_slot.at[stored, pl.ds(0, v_dim)], to)
+        else:
+            plgpu.commit_smem()
+            for i, c in enumerate(parts):
+                panel = s.out_panels.at[tile, i % PANELS]
+                if i >= PANELS:
+                    plgpu.wait_smem_to_gmem(PANELS - 1, wait_read_only=True)
+                panel[...] = out_part(c)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(panel.at[stored], to.at[:, c])
+            plgpu.wait_load_tmem()
+        plgpu.copy_smem_to_gmem(s.lse_slots.at[tile], lse_ref.at[out_index, head, pl.ds(q_start, ROWS)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(s.q_consumed.at[tile])
+
+    def leave_nothing(tile: int, s: _Scratch, lse_ref, piece: Piece):
+        rows = pl.ds(piece.q_index * tiles.q_tile + tile * ROWS, ROWS)
+        see_nothing(s.lse_slots.at[tile], lse_ref, piece, rows, BY_ROW)
 
     def tensor_memory(columns: int, dtype: Any, **options) -> Any:
         return plgpu.TMEM((ROWS, columns), dtype, **options)
 
-    shares_slot = tiles.out_in_q_slot(qk_dim, v_dim)
     q_tiles = tiles.q_tiles
+    out_slots = {}
+    if tiles.splits > 1:
+        columns = swizzled_columns(v_dim, work.out_dtype)
+        out_slots["out_panels"] = smem_tile(q_tiles, PANELS, ROWS, columns, dtype=work.out_dtype)
+    elif not tiles.out_in_q_slot(qk_dim, v_dim):
+        out_slots["out_slots"] = smem_tile(q_tiles, ROWS, v_dim, dtype=p.dtype)
     in_order: Any = functools.partial(plgpu.Barrier, orders_tensor_core=True)
     scratch = {
         "q_slots": smem_tile(q_tiles, ROWS, qk_dim, dtype=p.dtype),
         "k_slots": smem_tile(ring, kv_tile, qk_dim, dtype=p.dtype),
         "v_slots": smem_tile(ring, kv_tile, v_dim, dtype=p.dtype),
-        **({} if shares_slot else {"out_slots": smem_tile(q_tiles, ROWS, v_dim, dtype=p.dtype)}),
+        **out_slots,
         "lse_slots": plgpu.SMEM((q_tiles, ROWS), jnp.float32),
         "row_slots": plgpu.SMEM((q_tiles, ROWS), jnp.float32),
         "scores_or_weights": [
@@ -390,28 +294,15 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: _Ope
     }
     out, lse = plgpu.kernel(
         attention_forward,
-        out_type=(
-            jax.ShapeDtypeStruct((p.batch, out_rows, p.heads, v_dim), p.dtype),
-            jax.ShapeDtypeStruct((p.batch, p.heads, q_indices * tiles.q_tile), jnp.float32),
-        ),
-        grid=(blocks,),
+        out_type=work.out_type,
+        grid=(work.blocks,),
         grid_names=("block",),
         num_threads=q_tiles + 2,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
     )(*jax.tree.leaves(operands))
-    out, lse = out[:, : p.q_len], lse[..., : p.q_len]
-    return packed_heads.unpack(out, group), packed_heads.unpack_lse(lse, group)
-
-
-class _Piece(NamedTuple):
-    """What a block does at a time: these key tiles for these rows of queries."""
-
-    example: Any
-    head: Any
-    q_index: Any
-    span: Span
+    return work.combine(out, lse, group)
 
 
 class _Scratch(NamedTuple):
@@ -421,6 +312,7 @@ class _Scratch(NamedTuple):
     k_slots: Any
     v_slots: Any
     out_slots: Any
+    out_panels: Any
     lse_slots: Any
     row_slots: Any
     scores_or_weights: Any

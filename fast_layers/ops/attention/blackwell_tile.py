@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float
 
-from fast_layers.ops.attention.hopper_mask import TileMask
+from fast_layers.ops.attention.tile_mask import TileMask
 
 ROWS = 128
 """Of one tcgen05 matmul: the lanes of tensor memory."""
@@ -33,7 +30,3 @@ class NativeTileMask(TileMask):
 def column_slices(columns: int, part: int = COLUMNS) -> list[Any]:
     """`columns` in parts, the last one maybe smaller."""
     return [pl.ds(start, min(part, columns - start)) for start in range(0, columns, part)]
-
-
-def by_row(x: Float[jax.Array, " R"], columns: int) -> Float[jax.Array, "R C"]:
-    return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])

@@ -67,21 +67,24 @@ _SPLITTING_COST = 4
 """Of writing the parts' results and putting them together, in the time that a block takes for a tile of keys."""
 
 
-def packs_heads(problem: Problem) -> bool:
-    """Whether to make rows of the query heads that share a key/value head: if that saves a quarter of the tiles."""
+def packs_heads(problem: Problem, rows: int = 64) -> bool:
+    """Whether to make rows of the query heads that share a key/value head: if that saves a quarter of the tiles.
+
+    `rows`: of one tile.
+    """
     p = problem
     if p.group == 1 or p.per_score:
         return False
-    apart, packed = p.group * -(-p.q_len // 64), -(-p.q_len * p.group // 64)
+    apart, packed = p.group * -(-p.q_len // rows), -(-p.q_len * p.group // rows)
     return 4 * packed <= 3 * apart
 
 
-def num_splits(pieces: int, key_tiles: int) -> int:
+def num_splits(pieces: int, key_tiles: int, sms: int = HOPPER_SMS) -> int:
     """Into how many parts to split the keys of each of so many pieces of work, to finish on all SMs soonest."""
     most = max(min(_MOST_SPLITS, key_tiles // _KEY_TILES_PER_SPLIT), 1)
 
     def duration(splits: int) -> int:
-        rounds = -(-pieces * splits // HOPPER_SMS)
+        rounds = -(-pieces * splits // sms)
         return rounds * (-(-key_tiles // splits) + (_SPLITTING_COST if splits > 1 else 0))
 
     return min(range(1, most + 1), key=duration)

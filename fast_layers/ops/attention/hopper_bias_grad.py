@@ -32,10 +32,11 @@ from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES
 from fast_layers.ops.attention.hopper_bwd import BY_ROW, Operands, make_finite
-from fast_layers.ops.attention.hopper_call import ROWS, RowMask
-from fast_layers.ops.attention.hopper_logits import LogitOperands, TileLogits
-from fast_layers.ops.attention.hopper_mask import WGMMA, TileMask, tanh
+from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.kernel_operands import RowMask
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
+from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
+from fast_layers.ops.attention.tile_mask import WGMMA, TileMask, tanh
 
 Q_TILE = KV_TILE = ROWS
 COMPUTE_WG, LOAD_WG = range(2)

@@ -38,19 +38,12 @@ from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention import tuned
 from fast_layers.ops.attention.config import MAX_SHALLOW_DEPTH, HopperBackwardTiles, HopperDeepBackwardTiles
-from fast_layers.ops.attention.hopper_call import (
-    ROWS,
-    SHARED,
-    RowMask,
-    pad_axis,
-    pad_for_tma,
-    padded_depth,
-    round_up,
-)
-from fast_layers.ops.attention.hopper_logits import LogitOperands, TileLogits
-from fast_layers.ops.attention.hopper_mask import WGMMA, TileMask, tanh
+from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
 from fast_layers.ops.attention.masks import MaskForm
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals, finite_or_zero
+from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
+from fast_layers.ops.attention.tile_mask import WGMMA, TileMask, tanh
 from fast_layers.ops.attention.xla import sink_gradient
 
 BY_QUERY = WGMMA.reduce(0)

@@ -38,9 +38,9 @@ from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention.config import HopperDeepBackwardTiles
 from fast_layers.ops.attention.hopper_bwd import BY_QUERY, BY_ROW, Operands, folds_lse, make_finite
 from fast_layers.ops.attention.hopper_call import ROWS
-from fast_layers.ops.attention.hopper_logits import TileLogits
-from fast_layers.ops.attention.hopper_mask import WGMMA, TileMask, tanh
 from fast_layers.ops.attention.problem import Problem
+from fast_layers.ops.attention.tile_logits import TileLogits
+from fast_layers.ops.attention.tile_mask import WGMMA, TileMask, tanh
 
 VALUE_WG, KEY_WG, LOAD_WG = range(3)
 COMPUTE_WGS = 2

@@ -18,8 +18,8 @@ from fast_layers.ops.attention.config import (
     num_splits,
     packs_heads,
 )
-from fast_layers.ops.attention.hopper_mask import Span
 from fast_layers.ops.attention.problem import MaskFacts, Problem
+from fast_layers.ops.attention.tile_mask import Span
 
 
 def problem(**changes) -> Problem:

@@ -1,4 +1,4 @@
-"""What each score has of its own inside the Hopper kernels: a bias, a place in a boolean mask, a keep decision.
+"""What each score has of its own inside a kernel: a bias, a place in a boolean mask, a keep decision.
 
 Axis letters: B batch, T queries, S keys, N query heads.
 
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from fast_layers.kernel_parts.dropout import DropoutSeed
 from fast_layers.kernel_parts.dropout_in_registers import keep_in_registers
-from fast_layers.ops.attention.hopper_call import pad_axis, round_up
+from fast_layers.ops.attention.kernel_operands import pad_axis, round_up
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 
 WGMMA = plgpu.Layout.WGMMA

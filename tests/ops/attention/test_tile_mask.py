@@ -1,4 +1,4 @@
-"""The Hopper kernels' tiles against masks written out: none too few, and none called plain that hides a score."""
+"""The kernels' tiles against masks written out: none too few, and none called plain that hides a score."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.ops.attention import api
-from fast_layers.ops.attention.hopper_call import RowMask
-from fast_layers.ops.attention.hopper_mask import TileMask
+from fast_layers.ops.attention.kernel_operands import RowMask
+from fast_layers.ops.attention.tile_mask import TileMask
 
 BATCH = 2
 Q_TILE, KV_TILE = 4, 8

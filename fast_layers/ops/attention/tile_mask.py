@@ -1,4 +1,4 @@
-"""A mask inside the Hopper kernels: which tiles to visit, and which of their scores to hide.
+"""A mask inside a kernel: which tiles to visit, and which of their scores to hide.
 
 A tile of keys is skipped if no row of the query tile sees it, plain if every row sees all of it, and ragged otherwise.
 `q_axis` is 0 where scores stand as [queries, keys] (forward) and 1 where they stand as [keys, queries] (backward).
@@ -14,14 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import swizzled_columns
-from fast_layers.ops.attention.hopper_call import ROWS
-from fast_layers.ops.attention.hopper_logits import TileLogits
 from fast_layers.ops.attention.problem import Problem
+from fast_layers.ops.attention.tile_logits import TileLogits
 
 WGMMA = plgpu.Layout.WGMMA
+_ROWS = 64
+"""Of a tile that a warpgroup looks at together."""
 
 
 class Span(NamedTuple):
@@ -179,15 +181,15 @@ def mend_broken_rows(key: Any, value: Any) -> None:
 
     Whoever sees such a key then gets a score of NaN. Who does not would else get 0 * NaN from the hidden value.
     """
-    blocks = value.shape[0] // ROWS
+    blocks = value.shape[0] // _ROWS
 
     def parts(tile, block):
         columns = swizzled_columns(tile.shape[1], tile.dtype)
-        rows = pl.ds(block * ROWS, ROWS)
+        rows = pl.ds(block * _ROWS, _ROWS)
         return [tile.at[rows, c : c + columns] for c in range(0, tile.shape[1], columns)]
 
     def nothing_or_nan(block):
-        """[ROWS, columns]: 0, or NaN where a value of this row is broken; in 16 bits, which come two an instruction."""
+        """[rows, columns]: 0, or NaN where a value of this row is broken; in 16 bits, which come two an instruction."""
         loaded = (plgpu.load(part, layout=WGMMA, optimized=False) for part in parts(value, block))
         return functools.reduce(jnp.add, (x * jnp.zeros_like(x) for x in loaded))
 
@@ -200,13 +202,17 @@ def mend_broken_rows(key: Any, value: Any) -> None:
                 part[...] = jnp.where(spread, jnp.full_like(x, what), x)
 
     columns = swizzled_columns(value.shape[1], value.dtype)
-    whole = plgpu.layout_cast(jnp.zeros((ROWS, columns), value.dtype), WGMMA)
+    whole = plgpu.layout_cast(jnp.zeros((_ROWS, columns), value.dtype), WGMMA)
     whole = lax.fori_loop(0, blocks, lambda block, x: x + nothing_or_nan(block), whole)
     whole = whole.astype(jnp.float32).sum(axis=1)
 
     @pl.when(whole.sum() != 0)
     def _mend_all():
         lax.fori_loop(0, blocks, mend, None)
+
+
+def by_row(x: Float[jax.Array, " R"], columns: int) -> Float[jax.Array, "R C"]:
+    return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
 
 
 def tanh(x: jax.Array) -> jax.Array:

@@ -1,0 +1,263 @@
+"""What the forward kernels of Hopper and Blackwell share: the call around them, pieces of work, and loads.
+
+Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
+from fast_layers.kernel_parts.over_batch import over_batch
+from fast_layers.kernel_parts.tile_order import TileOrder, snake, turns
+from fast_layers.ops.attention import packed_heads, split_kv
+from fast_layers.ops.attention.config import packs_heads
+from fast_layers.ops.attention.kernel_operands import (
+    SHARED,
+    TMA_ROWS,
+    RowMask,
+    pad_axis,
+    pad_for_tma,
+    padded_depth,
+    round_up,
+)
+from fast_layers.ops.attention.problem import Aux, Inputs, Problem
+from fast_layers.ops.attention.tile_logits import LogitOperands
+from fast_layers.ops.attention.tile_mask import Span, TileMask, mend_broken_rows
+
+
+class Operands(NamedTuple):
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K V"]
+    sinks: Float[Array, "B|1 N T|1"] | None
+    mask: RowMask | None
+    logits: LogitOperands
+
+
+def attend(
+    problem: Problem,
+    inputs: Inputs,
+    aux: Aux,
+    rows: int,
+    choose: Callable[[Problem], Any],
+    launch: Callable[[Any, int, Problem, Operands], tuple[Array, Array]],
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
+    """(out, lse) by `launch(tiles, group, problem, operands)`, which multiplies `rows` queries at once.
+
+    `choose(problem)` gives the tiles. Both get the problem that the kernel sees, with heads packed into rows or not.
+    """
+    p, query, form, sinks = problem, inputs.query, aux.mask, inputs.sinks
+    packs = packs_heads(p, rows)
+    if packs:
+        form = packed_heads.pack_mask(p, form)
+        p = packed_heads.pack_problem(p, form)
+        query = packed_heads.pack(query, p.kv_heads)
+    tiles = choose(p)
+    qk_dim, v_dim = padded_depth(p.qk_dim), padded_depth(p.v_dim)
+    operands = Operands(
+        pad_for_tma(query, rows, qk_dim),
+        pad_for_tma(inputs.key, tiles.kv_tile, qk_dim),
+        pad_for_tma(inputs.value, tiles.kv_tile, v_dim),
+        None if sinks is None or tiles.splits > 1 else _sinks_by_row(sinks, p, tiles.q_tile),
+        RowMask.of(p, form, tiles.q_tile, tiles.kv_tile),
+        LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile),
+    )
+    group = problem.group if packs else 1
+    out, lse = over_batch(functools.partial(launch, tiles, group), SHARED)(p, operands)
+    out = out[..., : problem.v_dim]
+    if sinks is not None and tiles.splits > 1:
+        out, lse = split_kv.join_sinks(out, lse, sinks)
+    return out.astype(problem.dtype), lse
+
+
+def _sinks_by_row(sinks: Float[Array, " N"], p: Problem, q_tile: int) -> Float[Array, "1 N T|1"]:
+    """One per head, or where heads are packed one per row."""
+    sinks = sinks.astype(jnp.float32).reshape(1, p.heads, -1)
+    group = sinks.shape[2]
+    return sinks if group == 1 else pad_axis(jnp.tile(sinks, (1, 1, p.q_len // group)), round_up(p.q_len, q_tile), 2)
+
+
+class Piece(NamedTuple):
+    """What a block does at a time: these key tiles for this tile of queries, with results at `out_index`."""
+
+    example: Any
+    head: Any
+    q_index: Any
+    out_index: Any
+    span: Span
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A launch's pieces: which block takes which of them, and where their results go."""
+
+    problem: Problem
+    tiles: Any
+    rows: int
+    """Of one product."""
+    qk_dim: int
+    v_dim: int
+
+    @property
+    def q_tiles(self) -> int:
+        return -(-self.problem.q_len // self.tiles.q_tile)
+
+    @property
+    def out_rows(self) -> int:
+        return round_up(self.problem.q_len, TMA_ROWS)
+
+    @property
+    def stored_rows(self) -> int:
+        """Of one product's; TMA cuts off those beyond the last."""
+        return min(self.rows, self.out_rows)
+
+    @property
+    def out_dtype(self) -> Any:
+        return jnp.dtype(jnp.float32) if self.tiles.splits > 1 else self.problem.dtype
+
+    @property
+    def order(self) -> TileOrder:
+        p = self.problem
+        bytes_per_head = p.kv_len * (self.qk_dim + self.v_dim) * p.dtype.itemsize
+        return TileOrder.of(p.batch * p.heads, self.q_tiles * self.tiles.splits, p.group, bytes_per_head)
+
+    @property
+    def blocks(self) -> int:
+        return min(self.tiles.blocks or self.order.total, self.order.total)
+
+    @property
+    def out_type(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        p, splits = self.problem, self.tiles.splits
+        columns = self.v_dim if splits == 1 else round_up(self.v_dim, split_kv.COLUMNS)
+        return (
+            jax.ShapeDtypeStruct((p.batch * splits, self.out_rows, p.heads, columns), self.out_dtype),
+            jax.ShapeDtypeStruct((p.batch * splits, p.heads, self.q_tiles * self.tiles.q_tile), jnp.float32),
+        )
+
+    def piece(self, mask: TileMask, turn: Any) -> Piece:
+        p, splits, q_tiles = self.problem, self.tiles.splits, self.q_tiles
+        head, tile = self.order.locate(snake(turn, lax.axis_index("block"), self.blocks))
+        split, q_index = (0, tile) if splits == 1 else (lax.div(tile, q_tiles), lax.rem(tile, q_tiles))
+        if p.mask.band is not None and p.mask.band.high is not None:
+            q_index = q_tiles - 1 - q_index  # scores of a causal mask grow with the row
+        example, head = lax.div(head, p.heads), lax.rem(head, p.heads)
+        span = mask.key_span(example, q_index)
+        if splits == 1:
+            return Piece(example, head, q_index, example, span)
+        return Piece(example, head, q_index, example * splits + split, span.part(split, splits))
+
+    def each_piece(self, mask: TileMask, role: Callable[..., Any], without_keys=lambda _: None) -> None:
+        """`role(piece, turn, steps)` for all of the block's pieces; `steps` counts the key tiles before them."""
+
+        def take(turn, steps):
+            taken = self.piece(mask, turn)
+            role(taken, turn, steps)
+            return steps + taken.span.last - taken.span.first
+
+        if self.blocks < self.order.total:
+            all_turns = turns(self.order.total, lax.axis_index("block"), self.blocks)
+            lax.fori_loop(0, all_turns, take, jnp.int32(0))
+        elif self.tiles.splits == 1:
+            take(jnp.int32(0), jnp.int32(0))
+        else:
+            taken = self.piece(mask, jnp.int32(0))
+            has_keys = taken.span.first < taken.span.last
+            pl.when(has_keys)(lambda: role(taken, jnp.int32(0), jnp.int32(0)))
+            pl.when(~has_keys)(lambda: without_keys(taken))
+
+    def combine(self, out: Array, lse: Array, group: int) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
+        """The results of all parts of the keys, for `group` heads that were packed into rows."""
+        p, splits = self.problem, self.tiles.splits
+        if splits == 1:
+            out, lse = packed_heads.unpack(out[:, : p.q_len], group), lse[..., : p.q_len]
+        else:
+            out, lse = (x.reshape(p.batch, splits, *x.shape[1:]) for x in (out, lse))
+            wanted = jnp.float32 if p.sinks else p.dtype
+            out = split_kv.combine_out(out, lse, p.q_len, self.v_dim, group, wanted)
+            lse = split_kv.combine_lse(lse[..., : p.q_len])
+        return out, packed_heads.unpack_lse(lse, group)
+
+
+def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, steps) -> None:
+    """The load warpgroup's part: K, Q and V in the order in which they are needed; `s` is the kernel's scratch."""
+    example, head, q_index, _, span = piece
+    tiles, kv_head = work.tiles, lax.div(head, work.problem.group)
+    parts = tiles.q_tile // work.rows
+
+    def load_q():
+        for part in range(parts):
+            slot = lax.rem(turn, tiles.q_slots) * parts + part
+
+            @pl.when(turn >= tiles.q_slots)
+            def _wait(slot=slot):
+                plgpu.barrier_wait(s.q_consumed.at[slot])
+
+            rows = pl.ds(q_index * tiles.q_tile + part * work.rows, work.rows)
+            plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[slot], s.q_ready.at[slot])
+
+    def load_kv(j, first=False):
+        step = steps + j - span.first
+        slot = lax.rem(step, tiles.stages)
+        keys = pl.ds(j * tiles.kv_tile, tiles.kv_tile)
+        k_ref, v_ref = inputs.key.at[example, keys, kv_head], inputs.value.at[example, keys, kv_head]
+        k_slot, v_slot = s.k_slots.at[slot], s.v_slots.at[slot]
+        mends = span.ragged(j) if mask.hides_real_keys else None
+
+        def copy(ref, slot_ref, ready):
+            if mends is None:
+                plgpu.copy_gmem_to_smem(ref, slot_ref, ready)
+            else:
+                # A copy's own predicate would leave its barrier's arrival in place.
+                pl.when(mends)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, s.kv_arrived))
+                pl.when(~mends)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, ready))
+
+        @pl.when(step >= tiles.stages)
+        def _wait_k():
+            plgpu.barrier_wait(s.k_consumed.at[slot])
+
+        copy(k_ref, k_slot, s.k_ready.at[slot])
+        if first:
+            load_q()
+
+        @pl.when(step >= tiles.stages)
+        def _wait_v():
+            plgpu.barrier_wait(s.v_consumed.at[slot])
+
+        copy(v_ref, v_slot, s.v_ready.at[slot])
+        if mends is not None:
+
+            @pl.when(mends)
+            def _mend():
+                plgpu.barrier_wait(s.kv_arrived)
+                mend_broken_rows(k_slot, v_slot)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(s.k_ready.at[slot])
+                plgpu.barrier_arrive(s.v_ready.at[slot])
+
+    load_kv(span.first, first=True)
+    lax.fori_loop(span.first + 1, span.last, lambda j, _: load_kv(j), None)
+
+
+def join_sink(state: OnlineSoftmax, sinks: Any, piece: Piece, rows: Any, layout: Any) -> tuple[OnlineSoftmax, Any]:
+    """(state, rescale) with the sink's logits, one or one per row, from the GPU's memory."""
+    of_head = sinks.at[piece.example if sinks.shape[0] > 1 else 0, piece.head]
+    sink = of_head[0] if of_head.shape[0] == 1 else plgpu.load(of_head.at[rows], layout=layout, optimized=False)
+    return state.join(sink * LOG2_E)
+
+
+def see_nothing(lse_slot: Any, lse_ref: Any, piece: Piece, rows: Any, layout: Any) -> None:
+    """What a part of the keys without a tile leaves: lse -inf, by which its out counts for nothing."""
+    lse_slot[...] = plgpu.layout_cast(jnp.full(lse_slot.shape, -jnp.inf, jnp.float32), layout)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(lse_slot, lse_ref.at[piece.out_index, piece.head, rows])
