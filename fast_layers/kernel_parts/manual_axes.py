@@ -4,6 +4,7 @@ which loops must agree, and those over which it is explicitly sharded.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -54,4 +55,12 @@ def explicit_names(mesh: AbstractMesh) -> set[str]:
 
 def lay_out(operands: Any, specs: Any, mesh: AbstractMesh) -> Any:
     """The pytree's arrays, sharded over the mesh's explicit axes as its PartitionSpecs say."""
-    return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), operands, specs)
+    arrays, tree = jax.tree.flatten(operands)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in tree.flatten_up_to(specs))
+    return tree.unflatten(_reshard(arrays, shardings))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _reshard(arrays: list[jax.Array], shardings: tuple[NamedSharding, ...]) -> list[jax.Array]:
+    """Under jit even outside of any mesh context: alone, an array of one device knows none of the mesh's others."""
+    return [jax.sharding.reshard(x, sharding) for x, sharding in zip(arrays, shardings, strict=True)]

@@ -161,7 +161,8 @@ class _ModuleCache:
 
     def write(self, cache: KVCache) -> None:
         for variable, array in zip(self._variables(), cache, strict=True):
-            variable[...] = array
+            # Not [...]: the cache may now be sharded as the keys are, the one from init_cache is not.
+            variable.set_value(array)
 
     def _variables(self) -> Iterator[nnx.Variable]:
         for variable in (self.module.cached_key, self.module.cached_value, self.module.cache_index):

@@ -10,7 +10,10 @@ from typing import NamedTuple, Protocol
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
+
+from fast_layers.kernel_parts.manual_axes import explicit_axes, lay_out, mesh_of
 
 
 class KVCache(NamedTuple):
@@ -43,7 +46,7 @@ class KVCache(NamedTuple):
         zero = jnp.zeros((), self.index.dtype)
         start = (zero,) * len(batch) + (self.index, zero, zero)
         key, value = (
-            lax.dynamic_update_slice(cached, new.astype(cached.dtype), start)
+            lax.dynamic_update_slice(*_alike(cached, new.astype(cached.dtype)), start)
             for cached, new in ((self.key, key), (self.value, value))
         )
         return KVCache(key, value, self.index + length)
@@ -52,6 +55,21 @@ class KVCache(NamedTuple):
     def fits(self) -> Bool[Array, ""]:
         """False once more was appended than there is room for."""
         return self.index <= jnp.asarray(self.key.shape[-3], self.index.dtype)
+
+
+def _alike(cached: Float[Array, "*B L K H"], new: Float[Array, "*B T K H"]) -> tuple[Array, Array]:
+    """Both explicitly sharded as the cache is, or if that is whole, as it is when new, as the tokens are."""
+    mesh = mesh_of((cached, new))
+    if mesh is None:
+        return cached, new
+    *batch, length, heads, depth = explicit_axes(cached if any(explicit_axes(cached)) else new)
+    if length or depth:
+        raise ValueError(
+            f"keys or values are sharded over mesh axes {length or depth} along their length or depth: a cache needs "
+            "these whole; shard batch and heads instead"
+        )
+    spec = P(*(axes or None for axes in (*batch, length, heads, depth)))
+    return lay_out((cached, new), (spec, spec), mesh)
 
 
 class CacheSlot(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 
@@ -14,6 +15,7 @@ from flax import nnx
 
 import fast_layers
 from fast_layers import linen, masks
+from fast_layers.kernel_parts.manual_axes import explicit_axes
 
 LENGTH, FEATURES, HEADS = 10, 16, 4
 X = jax.random.normal(jax.random.key(0), (2, LENGTH, FEATURES))
@@ -262,4 +264,23 @@ def test_shardings_reach_the_projections():
         rows = jax.P("data", None, None, None)
         got = layer(x, qkv_sharding=rows, out_sharding=jax.P("data", None, None))
         assert jax.typeof(got).sharding.spec == jax.P("data", None, None)
+    close(got, want)
+
+
+@pytest.mark.parametrize("in_context", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_decoding_an_explicitly_sharded_batch(in_context):
+    """Outside jit: the cache, made whole, takes the sharding of the tokens."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    layer = fast_layers.FlashMHA(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0))
+    want = layer(X, is_causal=True)
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+        layer.init_cache(X.shape)
+        x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+        got = jnp.concatenate([layer(x[:, :3], decode=True), layer(x[:, 3:], decode=True)], axis=1)
+        assert explicit_axes(layer.cached_key[...]) == (("data",), (), (), ())
+        assert jax.typeof(got).sharding.spec == jax.P("data", None, None)
+        by_length = jax.device_put(X, jax.NamedSharding(mesh, jax.P(None, "data")))
+        layer.init_cache(X.shape)
+        with pytest.raises(ValueError, match=r"sharded over mesh axes \('data',\) along their length"):
+            layer(by_length, decode=True)
     close(got, want)

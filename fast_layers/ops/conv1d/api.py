@@ -78,6 +78,7 @@ def causal_conv1d(
     for name, size in (("length", length), ("channels", channels)):
         if isinstance(size, int) and size == 0:
             raise ValueError(f"{name} is 0: must be at least 1; leave the call out for empty inputs {inputs.x.shape}")
+    sharding.refuse_split_length("x", inputs.x)
     width = _check_kernel(inputs.w, inputs.b, channels)
     if inputs.initial_state is not None:
         _check_state("initial_state", inputs.initial_state, batch, channels, width)
@@ -201,4 +202,6 @@ def _check_segments(segment_ids: ArrayLike, x: Array) -> Array:
             f"segment_ids must have shape (batch, length) = {x.shape[:2]} or (length,) = {x.shape[1:2]}, "
             f"got {ids.shape}"
         )
-    return ids.reshape(-1, x.shape[1]) if ids.ndim == 1 else ids
+    ids = ids.reshape(-1, x.shape[1]) if ids.ndim == 1 else ids
+    sharding.refuse_split_length("segment_ids", ids)
+    return ids

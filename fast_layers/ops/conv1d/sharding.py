@@ -5,9 +5,19 @@ operands that are joined with x, or select from it, are laid out as x is.
 from __future__ import annotations
 
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
 from fast_layers.kernel_parts.manual_axes import explicit_axes, lay_out, mesh_of
 from fast_layers.ops.conv1d.problem import Aux, Inputs
+
+
+def refuse_split_length(name: str, x: Array) -> None:
+    """Raise ValueError if the second dimension is sharded."""
+    if axes := explicit_axes(x)[1]:
+        raise ValueError(
+            f"{name} is sharded along length over mesh axes {axes}: each position needs those before it; shard batch "
+            "and channels instead, e.g. jax.sharding.reshard(x, P('data', None, 'model'))"
+        )
 
 
 def follow_x(inputs: Inputs, aux: Aux) -> tuple[Inputs, Aux]:

@@ -216,6 +216,16 @@ def test_sharded_batch_and_channels(implementation, kind):
 
 
 @pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs four CPU devices")
+@pytest.mark.parametrize("culprit", ["x", "segment_ids"])
+def test_a_length_that_is_sharded_is_refused(culprit):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4])
+    arrays = {"x": jnp.zeros((2, 8, 6)), "segment_ids": jnp.zeros((2, 8), int)}
+    arrays[culprit] = jax.device_put(arrays[culprit], jax.NamedSharding(mesh, P(None, "data")))
+    with pytest.raises(ValueError, match=rf"{culprit} is sharded along length over mesh axes \('data',\)"):
+        fast_layers.causal_conv1d(w=jnp.zeros((4, 6)), **arrays)
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs four CPU devices")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(check_vma):
     """Each shard its rows; the kernel that all share gets a summed gradient."""

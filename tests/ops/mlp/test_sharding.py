@@ -132,6 +132,15 @@ def test_outside_a_mesh_context():
     np.testing.assert_allclose(jax.jit(CASE.call)(operands), _unsharded(CASE)[0], **CLOSE)
 
 
+def test_outside_a_mesh_context_and_outside_jit():
+    """Weights that were never placed join those that were."""
+    built = build(CASE)
+    rows = NamedSharding(_mesh((4, 2), AxisType.Explicit), P("data"))
+    operands = as_jax(built.operands)._replace(x=jax.device_put(built.operands.x, rows))
+    got = _step(CASE, "xla", operands, jax.device_put(built.d_out, rows))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **CLOSE), got, _unsharded(CASE))
+
+
 def test_partial_sums_do_not_add_the_bias_more_than_once():
     mesh = _mesh((1, 8), AxisType.Explicit)
     x, w_up, w_down = jnp.ones((2, 8)), jnp.zeros((8, 16)), jnp.zeros((16, 8))

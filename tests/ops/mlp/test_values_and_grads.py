@@ -129,6 +129,31 @@ def test_activations_are_those_of_jax():
         assert np.isnan(value).all(), name
 
 
+def test_far_out_no_derivative_is_nan():
+    """By the rule of the backends, and by JAX from the function, which is how the reference differentiates."""
+    limits = {
+        "identity": (1, 1),
+        "relu": (0, 1),
+        "gelu": (0, 1),
+        "gelu_tanh": (0, 1),
+        "silu": (0, 1),
+        "sigmoid": (0, 0),
+    }
+
+    @jax.jit
+    def slopes(x):
+        activations = (ACTIVATIONS[name] for name in limits)
+        return [
+            (derivative(x), jax.jvp(function, (x,), (jnp.ones_like(x),))[1]) for function, derivative in activations
+        ]
+
+    far = np.array([89.0, 1e14, 1e20, 3e38], np.float32)
+    for side, x in enumerate((-far, far)):
+        for (name, wanted), found in zip(limits.items(), slopes(x), strict=True):
+            for got in found:
+                np.testing.assert_allclose(got, np.full_like(far, wanted[side]), atol=1e-30, err_msg=name)
+
+
 @pytest.mark.parametrize("implementation", TESTED)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_both_ways_of_saving_give_the_same_bits(implementation, dtype):
