@@ -1,4 +1,4 @@
-"""The Hopper matmul in the simulator: one launch against plain maths, as it is or with one thing changed."""
+"""The matmul kernels in the simulator: one launch against plain maths, as it is or with one thing changed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from ops.mlp import cases
 
-from fast_layers.ops.mlp import hopper_matmul
+from fast_layers.ops.mlp import blackwell_matmul, hopper_matmul, reference, xla
+from fast_layers.ops.mlp.blackwell_config import BlackwellMatmulTiles
 from fast_layers.ops.mlp.config import HopperMatmulTiles
-from fast_layers.ops.mlp.hopper_epilogue import Epilogue, Plain
-from fast_layers.ops.mlp.hopper_matmul import Matmul, Operands, multiply
+from fast_layers.ops.mlp.epilogue import Epilogue, Plain
+from fast_layers.ops.mlp.matmul import Matmul, Operands
+from fast_layers.ops.mlp.problem import Inputs, Problem, Residuals
 from fast_layers.testing import Simulation, simulate
 from fast_layers.testing.closeness import assert_trees_close
 from simulator.attention import StandIn
 
 PLAIN = Plain()
+Tiles = HopperMatmulTiles | BlackwellMatmulTiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Launch:
     rows: int
     columns: int
     depth: int
-    tiles: HopperMatmulTiles
+    tiles: Tiles
     epilogue: Epilogue = PLAIN
     terms: int = 1
     a_turned: bool = False
@@ -42,6 +46,11 @@ class Launch:
     def matmul(self) -> Matmul:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "tiles"}
         return Matmul(**{**fields, "dtype": jnp.dtype(self.dtype)})
+
+    @property
+    def kernel(self) -> Any:
+        """Its module."""
+        return blackwell_matmul if isinstance(self.tiles, BlackwellMatmulTiles) else hopper_matmul
 
     def operands(self) -> Operands:
         rng = np.random.default_rng(0)
@@ -83,7 +92,9 @@ class Launch:
 
 def run(launch: Launch, timeout: float = 60.0) -> Simulation:
     return simulate(
-        lambda operands: multiply(launch.matmul, operands, launch.tiles), launch.operands(), timeout=timeout
+        lambda operands: launch.kernel.multiply(launch.matmul, operands, launch.tiles),
+        launch.operands(),
+        timeout=timeout,
     )
 
 
@@ -99,17 +110,43 @@ def check(launch: Launch) -> None:
     assert_trees_close(rounded(run(launch).check()), launch.expected(operands, jnp.float32), plain)
 
 
+def _both_passes(backend, problem: Problem, inputs: Inputs, d_out: jax.Array) -> Any:
+    out, saved = backend.forward(problem, inputs)
+    return out, saved, backend.backward(problem, Residuals(inputs, *saved), d_out)
+
+
+def check_op(backend: Any, case: cases.Case) -> None:
+    """Both passes of a backend against the reference."""
+    built = cases.build(case, jnp.bfloat16)
+    inputs, d_out = Inputs(*map(_or_none, built.operands)), jnp.asarray(built.d_out)
+    up, gate, down = case.biases
+    problem = Problem(
+        *(inputs.x.shape[0], case.in_features, case.hidden_features, case.out_features),
+        *(jnp.dtype(jnp.bfloat16), case.activation, case.gated, up, gate, down),
+        save="inputs" if case.save == "inputs" else "pre_activation",
+    )
+    got = simulate(lambda *args: _both_passes(backend, problem, *args), inputs, d_out).check()
+    plain = _both_passes(xla, problem, inputs, d_out)
+    wide = dataclasses.replace(problem, dtype=jnp.dtype(jnp.float32))
+    oracle = _both_passes(reference, wide, *jax.tree.map(lambda x: x.astype(jnp.float32), (inputs, d_out)))
+    assert_trees_close(got, oracle, plain)
+
+
+def _or_none(x: Any) -> Any:
+    return None if x is None else jnp.asarray(x)
+
+
 @contextlib.contextmanager
-def changed(stand_in: StandIn, *patches: tuple[str, Any]) -> Iterator[StandIn]:
-    """The kernel traced anew, with a stand-in for `plgpu` and other things of its module replaced."""
-    jitted: Any = hopper_matmul._launch
+def changed(kernel: Any, stand_in: StandIn, *patches: tuple[str, Any]) -> Iterator[StandIn]:
+    """The kernel of this module traced anew, with a stand-in for `plgpu` and other things of the module replaced."""
+    jitted: Any = kernel._launch
     with pytest.MonkeyPatch.context() as patch:
         # Without its jit, which would give back what was traced before.
-        patch.setattr(hopper_matmul, "_launch", jitted.__wrapped__)
-        patch.setattr(hopper_matmul, "_Scratch", stand_in.recording(hopper_matmul._Scratch))
-        patch.setattr(hopper_matmul, "plgpu", stand_in)
+        patch.setattr(kernel, "_launch", jitted.__wrapped__)
+        patch.setattr(kernel, "_Scratch", stand_in.recording(kernel._Scratch))
+        patch.setattr(kernel, "plgpu", stand_in)
         for name, value in patches:
-            patch.setattr(hopper_matmul, name, value)
+            patch.setattr(kernel, name, value)
         yield stand_in
 
 
@@ -132,3 +169,25 @@ class Slip(StandIn):
             self.hits += 1
             return lambda *, collective_axes, **options: plgpu.Barrier(**options)
         return super().__getattr__(name)
+
+
+class BlackwellSlip(Slip):
+    """As a stand-in for what the Blackwell kernel does besides.
+
+    `freed_early`: the matmul warp itself arrives at the barrier of that name, not the tensor core when it is done.
+    """
+
+    def __init__(self, *drop: str, freed_early: str | None = None, **mistakes: Any):
+        super().__init__(**mistakes)
+        self.drop, self.freed_early = drop, freed_early
+
+    def tcgen05_commit_arrive(self, barrier: Any, **options: Any) -> None:
+        if self.freed_early is not None and self._name(barrier) == self.freed_early:
+            self.hits += 1
+            plgpu.barrier_arrive(barrier)
+        elif not self._drops("tcgen05_commit_arrive", barrier):
+            plgpu.tcgen05_commit_arrive(barrier, **options)
+
+    def wait_load_tmem(self) -> None:
+        if not self._drops("wait_load_tmem"):
+            plgpu.wait_load_tmem()

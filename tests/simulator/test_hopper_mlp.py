@@ -12,12 +12,12 @@ from ops.mlp import cases
 
 from fast_layers.ops.mlp import hopper_call, reference, xla
 from fast_layers.ops.mlp.config import HopperMatmulTiles
-from fast_layers.ops.mlp.hopper_epilogue import Activate, Differentiate, Plain
-from fast_layers.ops.mlp.problem import Inputs, Problem, Residuals
+from fast_layers.ops.mlp.epilogue import Activate, Differentiate, Plain
+from fast_layers.ops.mlp.problem import Inputs, Problem
 from fast_layers.testing import simulate
 from fast_layers.testing.closeness import assert_trees_close
 from simulator.attention import StandIn
-from simulator.mlp import Launch, Slip, changed, check, run
+from simulator.mlp import Launch, Slip, changed, check, check_op, run
 
 pytestmark = pytest.mark.simulator
 
@@ -97,7 +97,7 @@ PAIRED = Launch(330, 136, 330, PAIR)
 )
 def test_blocks_that_take_several_tiles(launch, blocks):
     stand_in = StandIn()
-    with changed(stand_in, blocks):
+    with changed(launch.kernel, stand_in, blocks):
         check(launch)
     assert stand_in.counts["barrier_wait"] > 0  # it was asked
     assert stand_in.hits == 0
@@ -124,37 +124,12 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found(fault):
     launch, stand_in, access = FAULTS[fault]
-    with changed(stand_in, ONE_PAIR if launch is PAIRED else ONE_BLOCK):
+    with changed(launch.kernel, stand_in, ONE_PAIR if launch is PAIRED else ONE_BLOCK):
         sim = run(launch, timeout=20.0)
     assert stand_in.hits > 0, "the kernel has no such event any more"
     assert sim.faulty
     if access:
         assert any(access in race for race in sim.races), sim.report()
-
-
-def _both_passes(backend, problem: Problem, inputs: Inputs, d_out: jax.Array) -> Any:
-    out, saved = backend.forward(problem, inputs)
-    return out, saved, backend.backward(problem, Residuals(inputs, *saved), d_out)
-
-
-def _check_op(case: cases.Case) -> None:
-    built = cases.build(case, jnp.bfloat16)
-    inputs, d_out = Inputs(*map(_or_none, built.operands)), jnp.asarray(built.d_out)
-    up, gate, down = case.biases
-    problem = Problem(
-        *(inputs.x.shape[0], case.in_features, case.hidden_features, case.out_features),
-        *(jnp.dtype(jnp.bfloat16), case.activation, case.gated, up, gate, down),
-        save="inputs" if case.save == "inputs" else "pre_activation",
-    )
-    got = simulate(lambda *args: _both_passes(hopper_call, problem, *args), inputs, d_out).check()
-    plain = _both_passes(xla, problem, inputs, d_out)
-    wide = dataclasses.replace(problem, dtype=jnp.dtype(jnp.float32))
-    oracle = _both_passes(reference, wide, *jax.tree.map(lambda x: x.astype(jnp.float32), (inputs, d_out)))
-    assert_trees_close(got, oracle, plain)
-
-
-def _or_none(x: Any) -> Any:
-    return None if x is None else jnp.asarray(x)
 
 
 OPS = {
@@ -172,13 +147,13 @@ MORE_OPS = {
 
 @pytest.mark.parametrize("name", OPS)
 def test_both_passes(name):
-    _check_op(OPS[name])
+    check_op(hopper_call, OPS[name])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MORE_OPS)
 def test_both_passes_more(name):
-    _check_op(MORE_OPS[name])
+    check_op(hopper_call, MORE_OPS[name])
 
 
 @pytest.mark.parametrize("over_weights", [False, True], ids=["over x", "over x and a weight"])

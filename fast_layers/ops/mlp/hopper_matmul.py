@@ -21,7 +21,6 @@ No GPU has run this kernel yet.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.ops.mlp.column_sums import sum_over_rows
 from fast_layers.ops.mlp.config import (
     COMPUTE_REGISTERS,
     COMPUTE_WGS,
@@ -40,86 +40,32 @@ from fast_layers.ops.mlp.config import (
     HOPPER_SMS,
     LOAD_REGISTERS,
     PIECE,
-    EpilogueNeeds,
     HopperMatmulTiles,
 )
-from fast_layers.ops.mlp.hopper_epilogue import Epilogue, Plain
-
-TMA_ROWS = 8
-"""TMA sees a matrix in tiles of 8 rows and 64 columns, of which it must have whole ones."""
-TMA_COLUMNS = 64
-BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
-# A tile's columns, not its rows, lie over the four warps, so that a sum over rows stays within a warp: each warp has 16
-# columns, each thread two of them and every other of 8 rows, in which the swizzle keeps banks apart.
-COLUMNS_OVER_WARPS: Any = plgpu.Layout.TILED(
-    plgpu.Tiling(((PIECE, PIECE), (PIECE, 16), (8, 16), (2, 2))), warp_dims=(-7,), lane_dims=(-4, -3), vector_dim=-1
+from fast_layers.ops.mlp.matmul import (
+    TMA_COLUMNS,
+    TMA_ROWS,
+    Matmul,
+    Operands,
+    Results,
+    fit_operands,
+    oriented,
+    round_up,
+    split,
+    tile_at,
+    trim,
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class Matmul:
-    """The static facts of one launch. A is [R, K], or [K, R] if `a_turned`; B is [K, C], or [C, K] if `b_turned`."""
-
-    rows: int
-    columns: int
-    depth: int
-    dtype: jnp.dtype
-    epilogue: Epilogue
-    terms: int = 1
-    """How many pairs of A and B one product is the sum of. Their A and B are the launch's first operands."""
-    a_turned: bool = False
-    b_turned: bool = False
-
-    def __post_init__(self):
-        assert self.terms == 1 or self.epilogue.products == 1
-
-    @property
-    def needs(self) -> EpilogueNeeds:
-        e = self.epilogue
-        return EpilogueNeeds(e.products, e.reads, e.writes, len(e.sums), not isinstance(e, Plain))
+BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
-class Operands(NamedTuple):
-    """As many A as terms, as many B as terms or products; `read` are [R, C]; a bias is None or float32 [C]."""
-
-    a: tuple[Array, ...]
-    b: tuple[Array, ...]
-    biases: tuple[Float[Array, " C"] | None, ...]
-    read: tuple[Array, ...] = ()
-
-
-def multiply(m: Matmul, operands: Operands, tiles: HopperMatmulTiles | None = None) -> tuple[list[Array], list[Array]]:
-    """(what the epilogue writes, each [R, C] of `m.dtype`; what it sums over rows, each float32 [C])."""
+def multiply(m: Matmul, operands: Operands, tiles: HopperMatmulTiles | None = None) -> Results:
     tiles = HopperMatmulTiles.of(m.rows, m.columns, m.depth, m.needs) if tiles is None else tiles
     reason = tiles.objection(m.needs)
     assert reason is None, reason
-    a_least, b_least = (tiles.block_rows, DEPTH_TILE), (DEPTH_TILE, tiles.columns)
-    fitted = Operands(
-        tuple(fit(x, *(a_least[::-1] if m.a_turned else a_least)) for x in operands.a),
-        tuple(fit(x, *(b_least[::-1] if m.b_turned else b_least)) for x in operands.b),
-        tuple(None if x is None else _whole_tiles(x, tiles.columns) for x in operands.biases),
-        tuple(fit(x, PIECE, PIECE) for x in operands.read),
-    )
-    written, sums = _launch(tiles, m, fitted)
-    # Parts of a sum are as many as there are tiles of rows, and always added in the same order.
-    return [x[: m.rows, : m.columns] for x in written], [x.sum(0)[: m.columns] for x in sums]
-
-
-def fit(x: Array, least_rows: int, least_columns: int) -> Array:
-    """`x` with zeros below and beside it, if TMA needs them: in whole tiles of 8 x 64, and at least one window."""
-    rows = max(round_up(x.shape[0], TMA_ROWS), least_rows)
-    columns = max(round_up(x.shape[1], TMA_COLUMNS), least_columns)
-    if (rows, columns) == x.shape:
-        return x
-    return jnp.pad(x, [(0, rows - x.shape[0]), (0, columns - x.shape[1])])
-
-
-def _whole_tiles(bias: Float[Array, " C"], tile: int) -> Float[Array, " C"]:
-    return jnp.pad(bias.astype(jnp.float32), (0, -bias.shape[0] % tile))
-
-
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+    columns = tiles.columns
+    fitted = fit_operands(m, operands, rows=tiles.block_rows, columns=columns, b_window=columns, piece=(PIECE, PIECE))
+    return trim(m, *_launch(tiles, m, fitted))
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
@@ -140,22 +86,15 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
 
     def mlp_matmul(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-        written, sums = _split(refs[tree.num_leaves :], epilogue.writes)
+        written, sums = split(refs[tree.num_leaves :], epilogue.writes)
         s = _Scratch(**{"read_slots": None, "read_ready": None, "sum_slots": None, **scratch})
         rank = lax.axis_index("rank") if cluster > 1 else 0
         first, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
         turns = lax.div(total - 1 - first, clusters) + 1
 
         def place(turn) -> _Place:
-            index = turn * clusters + first
-            # Tiles that run at the same time form a rectangle, whose operands L2 holds.
-            group, within = (
-                lax.div(index, tiles.row_group * column_tiles),
-                lax.rem(index, tiles.row_group * column_tiles),
-            )
-            height = jnp.minimum(row_tiles - group * tiles.row_group, tiles.row_group)
-            row_tile = group * tiles.row_group + lax.rem(within, height)
-            return _Place((row_tile * cluster + rank) * block_rows, lax.div(within, height) * columns)
+            row_tile, column_tile = tile_at(turn * clusters + first, row_tiles, column_tiles, tiles.row_group)
+            return _Place((row_tile * cluster + rank) * block_rows, column_tile * columns)
 
         @pl.when(warpgroup == COMPUTE_WGS)
         def _load():
@@ -202,9 +141,9 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
 
             def copy(a_ref, b_refs, k):
                 depth = pl.ds(k * DEPTH_TILE, DEPTH_TILE)
-                a_window = _window(pl.ds(at.row, block_rows), depth, m.a_turned)
+                a_window = oriented(pl.ds(at.row, block_rows), depth, m.a_turned)
                 plgpu.copy_gmem_to_smem(a_ref.at[a_window], s.a_slots.at[slot], arrived)
-                b_window = _window(depth, pl.ds(at.column, columns), m.b_turned)
+                b_window = oriented(depth, pl.ds(at.column, columns), m.b_turned)
                 together: Any = {"collective_axes": "rank"} if cluster > 1 else {}
                 for i, b_ref in enumerate(b_refs):
                     plgpu.copy_gmem_to_smem(b_ref.at[b_window], s.b_slots.at[slot, i], arrived, **together)
@@ -290,7 +229,7 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
             if piece.index + tiles.pieces < len(pieces):
                 read_piece(pieces[piece.index + tiles.pieces])
             if epilogue.sums:
-                parts = [_sum_rows(s.write_slots.at[write_slots[i]]) for i in epilogue.sums]
+                parts = [sum_over_rows(s.write_slots.at[write_slots[i]]) for i in epilogue.sums]
                 totals = parts if piece.row == 0 else [x + y for x, y in zip(totals, parts, strict=True)]
                 if piece.row + PIECE == wg_rows:
                     store_sums(s, sums, warpgroup, totals, row, at.column + piece.column)
@@ -330,13 +269,14 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
     if epilogue.sums:
         scratch["sum_slots"] = plgpu.SMEM((COMPUTE_WGS * len(epilogue.sums), PIECE), jnp.float32)
     out_rows, out_columns = (max(round_up(m.rows, TMA_ROWS), PIECE), round_up(m.columns, TMA_COLUMNS))
-    sum_rows = round_up(m.rows, block_rows * cluster) // wg_rows
+    # A row of sums is stored as one dimension: what went beyond its end would come to stand in the next row.
+    sum_rows, sum_columns = round_up(m.rows, block_rows * cluster) // wg_rows, round_up(m.columns, columns)
     cluster_options: dict[str, Any] = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     results = plgpu.kernel(
         mlp_matmul,
         out_type=(
             *[jax.ShapeDtypeStruct((out_rows, out_columns), m.dtype)] * epilogue.writes,
-            *[jax.ShapeDtypeStruct((sum_rows, out_columns), jnp.float32)] * len(epilogue.sums),
+            *[jax.ShapeDtypeStruct((sum_rows, sum_columns), jnp.float32)] * len(epilogue.sums),
         ),
         grid=(clusters,),
         grid_names=("cluster",),
@@ -347,25 +287,12 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
         # The GPU's own tanh is good for 11 bits, of which bfloat16 keeps 8. Sums over rows need no scratch.
         compiler_params=plgpu.CompilerParams(approx_math=m.dtype == jnp.bfloat16, reduction_scratch_bytes=512),
     )(*jax.tree.leaves(operands))
-    return _split(results, epilogue.writes)
-
-
-def _split(x: Any, at: int) -> tuple[list[Any], list[Any]]:
-    return list(x[:at]), list(x[at:])
-
-
-def _window(first: Any, second: Any, turned: bool) -> tuple[Any, Any]:
-    return (second, first) if turned else (first, second)
+    return split(results, epilogue.writes)
 
 
 def bias_of(ref: Any, column: Any) -> Float[Array, "64 64"]:
     bias = plgpu.load(ref.at[pl.ds(column, PIECE)], layout=BY_COLUMN, optimized=False)
     return lax.broadcast_in_dim(bias, (PIECE, PIECE), [1])
-
-
-def _sum_rows(slot: Any) -> Float[Array, " 64"]:
-    """Of what was written, rounded as it is."""
-    return plgpu.load(slot, layout=COLUMNS_OVER_WARPS).astype(jnp.float32).sum(0)
 
 
 class _Place(NamedTuple):

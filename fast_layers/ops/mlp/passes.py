@@ -1,4 +1,4 @@
-"""The MLP's two passes as launches of the Hopper matmul.
+"""The MLP's two passes as launches of a matmul kernel, whichever GPU it is for.
 
 Axis letters: M tokens, I input features, F hidden features, O output features.
 
@@ -23,48 +23,48 @@ from jax import lax
 from jax.custom_batching import custom_vmap, sequential_vmap
 from jaxtyping import Array, Float
 
-from fast_layers.ops.mlp.hopper_epilogue import Activate, Differentiate, Epilogue, Plain
-from fast_layers.ops.mlp.hopper_matmul import Matmul, Operands, multiply
+from fast_layers.ops.mlp.epilogue import Activate, Differentiate, Epilogue, Plain
+from fast_layers.ops.mlp.matmul import Matmul, Multiply, Operands
 from fast_layers.ops.mlp.problem import Inputs, PreActivations, Problem, Residuals
 
 
-def forward(problem: Problem, inputs: Inputs) -> tuple[Float[Array, "M O"], PreActivations]:
+def forward(multiply: Multiply, problem: Problem, inputs: Inputs) -> tuple[Float[Array, "M O"], PreActivations]:
     """(out [M, O], what is saved). Under `jax.vmap` over x alone all examples' tokens go through together."""
-    mapped = custom_vmap(functools.partial(_forward, problem))
+    mapped = custom_vmap(functools.partial(_forward, multiply, problem))
 
     @mapped.def_vmap
     def _many(axis_size, in_batched, inputs):
         (batched,) = in_batched
         if jax.tree.leaves(batched._replace(x=False)).count(True):
-            one_by_one = sequential_vmap(functools.partial(_forward, problem))
+            one_by_one = sequential_vmap(functools.partial(_forward, multiply, problem))
             axes: Any = [0 if b else None for b in batched]
             results = jax.vmap(one_by_one, in_axes=(Inputs(*axes),))(inputs)
         else:
             larger = dataclasses.replace(problem, tokens=axis_size * problem.tokens)
-            folded = forward(larger, inputs._replace(x=inputs.x.reshape(larger.tokens, -1)))
+            folded = forward(multiply, larger, inputs._replace(x=inputs.x.reshape(larger.tokens, -1)))
             results = jax.tree.map(lambda a: a.reshape(axis_size, problem.tokens, -1), folded)
         return results, jax.tree.map(lambda _: True, results)
 
     return mapped(inputs)
 
 
-def backward(problem: Problem, residuals: Residuals, d_out: Float[Array, "M O"]) -> Inputs:
+def backward(multiply: Multiply, problem: Problem, residuals: Residuals, d_out: Float[Array, "M O"]) -> Inputs:
     """Gradients of all inputs, in the inputs' dtypes. Under `jax.vmap` one example at a time."""
-    return sequential_vmap(functools.partial(_backward, problem))(residuals, d_out)
+    return sequential_vmap(functools.partial(_backward, multiply, problem))(residuals, d_out)
 
 
-def _forward(p: Problem, inputs: Inputs) -> tuple[Float[Array, "M O"], PreActivations]:
+def _forward(multiply: Multiply, p: Problem, inputs: Inputs) -> tuple[Float[Array, "M O"], PreActivations]:
     biases, weights = _up_and_gate(inputs)
     epilogue = Activate(p.activation, tuple(b is not None for b in biases), p.saves_up)
-    (out, *pre), _ = _product(p, (inputs.x,), weights, epilogue, biases=biases)
+    (out, *pre), _ = _product(multiply, (inputs.x,), weights, epilogue, biases=biases)
     if inputs.w_down is not None:
         bias = inputs.b_down
-        (out,), _ = _product(p, (out,), (inputs.w_down,), Plain((bias is not None,)), biases=(bias,))
+        (out,), _ = _product(multiply, (out,), (inputs.w_down,), Plain((bias is not None,)), biases=(bias,))
     up, gate = (*pre, None, None)[:2]
     return out, (up, gate)
 
 
-def _backward(p: Problem, residuals: Residuals, d_out: Float[Array, "M O"]) -> Inputs:
+def _backward(multiply: Multiply, p: Problem, residuals: Residuals, d_out: Float[Array, "M O"]) -> Inputs:
     inputs, *saved = residuals
     if p.save == "inputs":
         # Without the barrier XLA sees the forward's own launch in the same program and keeps its results instead.
@@ -73,24 +73,24 @@ def _backward(p: Problem, residuals: Residuals, d_out: Float[Array, "M O"]) -> I
     biases, weights = _up_and_gate(inputs)
     biased = tuple(b is not None for b in biases)
     if not pre and not _is_bare(p):
-        pre, _ = _product(p, (inputs.x,), weights, Plain(biased), biases=biases)
+        pre, _ = _product(multiply, (inputs.x,), weights, Plain(biased), biases=biases)
     d_w_down = None
     if inputs.w_down is not None:
         epilogue = Differentiate(p.activation, biased)
-        (h, *d_pre), sums = _product(p, (d_out,), (inputs.w_down,), epilogue, b_turned=True, read=tuple(pre))
-        d_w_down = _weight_gradient(p, h, d_out)
+        (h, *d_pre), sums = _product(multiply, (d_out,), (inputs.w_down,), epilogue, b_turned=True, read=tuple(pre))
+        d_w_down = _weight_gradient(multiply, h, d_out)
     else:
         d_pre = [d_out]
         if not _is_bare(p):
             _, *d_pre = Differentiate(p.activation, biased)(p.dtype, (d_out.astype(jnp.float32),), (), pre)
         sums = [_sum_over_tokens(d) for d, wanted in zip(d_pre, biased, strict=True) if wanted]
-    (d_x,), _ = _product(p, tuple(d_pre), weights, Plain(), b_turned=True)
+    (d_x,), _ = _product(multiply, tuple(d_pre), weights, Plain(), b_turned=True)
     d_up, *d_gate = d_pre
     d_biases = iter(sums)
     gradients = Inputs(
         x=d_x,
-        w_up=_weight_gradient(p, inputs.x, d_up),
-        w_gate=_weight_gradient(p, inputs.x, d_gate[0]) if d_gate else None,
+        w_up=_weight_gradient(multiply, inputs.x, d_up),
+        w_gate=_weight_gradient(multiply, inputs.x, d_gate[0]) if d_gate else None,
         w_down=d_w_down,
         b_up=None if inputs.b_up is None else next(d_biases).astype(p.dtype),
         b_gate=None if inputs.b_gate is None else next(d_biases).astype(p.dtype),
@@ -114,7 +114,7 @@ def _up_and_gate(inputs: Inputs) -> tuple[tuple[Array | None, ...], tuple[Array,
 
 
 def _product(
-    p: Problem,
+    multiply: Multiply,
     a: tuple[Array, ...],
     b: tuple[Array, ...],
     epilogue: Epilogue,
@@ -124,15 +124,15 @@ def _product(
     biases: tuple[Array | None, ...] = (None,),
     read: tuple[Array, ...] = (),
 ) -> tuple[list[Array], list[Array]]:
-    """`multiply`, with the sizes taken from the operands."""
+    """`multiply`, with sizes and dtype taken from the operands."""
     rows, depth = a[0].shape[::-1] if a_turned else a[0].shape
     columns = b[0].shape[0 if b_turned else 1]
-    m = Matmul(rows, columns, depth, p.dtype, epilogue, len(a), a_turned, b_turned)
+    m = Matmul(rows, columns, depth, jnp.dtype(a[0].dtype), epilogue, len(a), a_turned, b_turned)
     return multiply(m, Operands(a, b, biases, read))
 
 
-def _weight_gradient(p: Problem, x: Float[Array, "M I"], d: Float[Array, "M F"]) -> Float[Array, "I F"]:
-    (gradient,), _ = _product(p, (x,), (d,), Plain(), a_turned=True)
+def _weight_gradient(multiply: Multiply, x: Float[Array, "M I"], d: Float[Array, "M F"]) -> Float[Array, "I F"]:
+    (gradient,), _ = _product(multiply, (x,), (d,), Plain(), a_turned=True)
     return gradient
 
 
