@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,6 +44,13 @@ class Judged:
 
     def report(self) -> str:
         return "\n\n".join([str(self.table), *(sim.report() for sim in self.simulations if sim.faulty)])
+
+
+def some_each_run(names: Iterable[str], each_run: Set[str]) -> list[Any]:
+    """For pytest's parametrize: those that are not in `each_run` are marked exhaustive."""
+    names = list(names)
+    assert each_run <= set(names), each_run - set(names)
+    return [pytest.param(name, marks=() if name in each_run else pytest.mark.exhaustive) for name in names]
 
 
 def judge(

@@ -16,9 +16,6 @@ from simulator.attention import StandIn, changed, judge, only
 pytestmark = pytest.mark.simulator
 
 CASES = {
-    "bias shared by examples, causal": Case(
-        batch=2, q_len=150, kv_len=150, heads=2, kv_heads=1, is_causal=True, bias=(1, 2, 150, 150), lse_gradient=True
-    ),
     "everything": Case(
         batch=2, q_len=150, kv_len=150, heads=2, kv_heads=1, is_causal=True, key_lengths=(150, 97), softcap=10.0,
         sinks=True, lse_gradient=True, dense_mask=True, bias=(1, 2, 150, 150), dropout_rate=0.1,
@@ -27,6 +24,9 @@ CASES = {
                                dense_mask=True, dropout_rate=0.2),
 }  # fmt: skip
 MORE = {
+    "bias shared by examples, causal": Case(
+        batch=2, q_len=150, kv_len=150, heads=2, kv_heads=1, is_causal=True, bias=(1, 2, 150, 150), lse_gradient=True
+    ),
     "bias of all scores": Case(batch=2, q_len=130, kv_len=150, heads=2, kv_heads=1, bias=(2, 2, 130, 150)),
     "bias per key": Case(batch=2, q_len=100, kv_len=130, heads=2, kv_heads=2, bias=(2, 1, 1, 130)),
     "bias per query, soft cap": Case(
