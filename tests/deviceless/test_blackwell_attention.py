@@ -39,12 +39,11 @@ class Call:
 
     @property
     def kernels(self) -> set[str]:
-        backward = {f"attention_backward_of_{own}" for own in ("queries", "keys")} if self.with_gradients else set()
-        return {"attention_forward"} | backward | ({"combine_parts"} if self.q_len else set())
-
-    @property
-    def with_gradients(self) -> bool:
-        return max(self.qk_dim, self.v_dim or 0) <= 128 and not self.q_len
+        if self.q_len:
+            return {"attention_forward", "combine_parts"}
+        apart = self.qk_dim + (self.v_dim or self.qk_dim) > 256
+        of_keys = ("keys", "values") if apart else ("keys_and_values",)
+        return {"attention_forward"} | {f"attention_backward_of_{gradients}" for gradients in ("queries", *of_keys)}
 
     def compilation(self) -> Compilation:
         def shape(heads, depth, length=self.length):
@@ -54,7 +53,7 @@ class Call:
         query = shape(16, self.qk_dim, self.q_len or self.length)
         shapes = (query, shape(self.kv_heads, self.qk_dim), shape(self.kv_heads, v_dim))
         fn: Any = fast_layers.dot_product_attention
-        if self.with_gradients:
+        if not self.q_len:
             fn, shapes = functions.attention_and_gradients, (*shapes, shape(16, v_dim))
         # An argument: XLA takes many seconds to fold what is computed from a constant of this length.
         ids = (jax.ShapeDtypeStruct((self.length,), jnp.int32),) if self.segments else ()
@@ -74,8 +73,8 @@ REST = {
     "d80 causal, odd length": Call(2047, qk_dim=80, options=CAUSAL, spills=40),
     "d128 segments": Call(kv_heads=4, segments=True, options=CAUSAL, spills=160),
     "d128 everything": Call(kv_heads=4, segments=True, options=EVERYTHING, spills=400),
-    "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL),
-    "d256 causal": Call(qk_dim=256, options=CAUSAL),
+    "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL, spills=40),
+    "d256 causal": Call(qk_dim=256, options=CAUSAL, spills=80),
     "few queries": Call(100, kv_heads=4, options=CAUSAL, spills=40),
     "d64 decoding": Call(q_len=1, kv_heads=4, qk_dim=64),
     "d128 decoding": Call(q_len=1, kv_heads=4),

@@ -1,18 +1,20 @@
-"""Attention's backward for Blackwell (sm_100a, sm_103a): one kernel for dQ, one for dK and dV, both deterministic.
+"""Attention's backward for Blackwell (sm_100a, sm_103a): one kernel for dQ, one for dK and dV, all deterministic.
 
 No GPU has run them: they are simulated, and compiled by the real assembler.
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth; R rows of
 a block's own, C columns of a step.
 
-Both kernels are one body. A block owns 128 rows, queries or keys, and goes through the tiles of 64 of the other kind
+All kernels are one body. A block owns 128 rows, queries or keys, and goes through the tiles of 64 of the other kind
 that they meet. So a tile of scores stands as [queries, keys] in the first kernel and as [keys, queries] in the second:
 
     own                queries          keys
-    scores             Q K^T            K Q^T        needs ring_ready
-    d_weights          dO V^T           V dO^T       -> scores_ready
+    scores             Q K^T            K Q^T        needs qk_ready
+    d_weights          dO V^T           V dO^T       needs v_ready        -> scores_ready
     sums of gradients  dQ += dS K       dK += dS Q   needs weights_ready
-                                        dV += P dO   -> weights_consumed, ring_consumed
+                                        dV += P dO   -> weights_consumed, qk_consumed, v_consumed
+
+Where the sums of both dK and dV do not fit in tensor memory beside the scores, each has a kernel of its own.
 
 One warpgroup loads, one issues all matmuls, and two compute: the first the even steps, the second the odd ones, so that
 the tensor core multiplies for one while the other makes P = 2^(scores - lse) and dS = P * (d_weights - delta). P and dS
@@ -55,7 +57,8 @@ from fast_layers.ops.attention.xla import sink_gradient
 BUFFERS = 2
 """Tiles of scores in tensor memory, each with a compute warpgroup of its own."""
 
-Own = Literal["queries", "keys"]
+Gradients = Literal["queries", "keys_and_values", "keys", "values"]
+"""What a kernel sums: the rows that a block owns are queries in the first, else keys."""
 
 
 class _Operands(NamedTuple):
@@ -75,7 +78,7 @@ def attend_grad(
 ) -> Inputs:
     """Gradients of all inputs, in the inputs' dtypes."""
     p = problem
-    tiles = BlackwellBackwardTiles() if tiles is None else tiles
+    tiles = BlackwellBackwardTiles.of(p) if tiles is None else tiles
     inputs, aux, out, lse = residuals
     query, key, value = inputs.query, inputs.key, inputs.value
     sees_none = lse == -jnp.inf
@@ -100,10 +103,17 @@ def attend_grad(
         RowMask.of(p, aux.mask, ROWS, tiles.step_tile),
         None,
     )
-    (d_query,) = over_batch(functools.partial(_launch, "queries", tiles), SHARED)(p, operands)
+
+    def launch(gradients: Gradients, operands: _Operands):
+        return over_batch(functools.partial(_launch, gradients, tiles), SHARED)(p, operands)
+
+    (d_query,) = launch("queries", operands)
     mask = RowMask.of(p, aux.mask, tiles.step_tile, ROWS)
     operands = operands._replace(mask=mask, q_span=None if mask is None else _query_span(p, mask, tiles))
-    d_key, d_value = over_batch(functools.partial(_launch, "keys", tiles), SHARED)(p, operands)
+    if tiles.apart:
+        (d_key,), (d_value,) = launch("keys", operands), launch("values", operands)
+    else:
+        d_key, d_value = launch("keys_and_values", operands)
     return Inputs(
         query=d_query[:, : p.q_len, :, : p.qk_dim],
         key=d_key[:, : p.kv_len, :, : p.qk_dim],
@@ -120,11 +130,12 @@ def _query_span(p: Problem, mask: RowMask, tiles: BlackwellBackwardTiles) -> Int
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _launch(own: Own, tiles: BlackwellBackwardTiles, p: Problem, operands: _Operands):
-    """(dQ,) or (dK, dV)."""
-    owns_keys = own == "keys"
+def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, operands: _Operands):
+    """(dQ,), (dK, dV), (dK,) or (dV,)."""
+    owns_keys, sums_v = gradients != "queries", gradients in ("keys_and_values", "values")
+    sums_qk = gradients != "values"
     qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
-    step_tile, ring = tiles.step_tile, tiles.stages
+    step_tile, ring, v_ring = tiles.step_tile, tiles.stages, tiles.v_stages
     loader, multiplier = BUFFERS, BUFFERS + 1  # after the compute warpgroups
     own_heads = p.kv_heads if owns_keys else p.heads
     own_tiles = -(-(p.kv_len if owns_keys else p.q_len) // ROWS)
@@ -138,7 +149,7 @@ def _launch(own: Own, tiles: BlackwellBackwardTiles, p: Problem, operands: _Oper
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         out_refs = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        s = _Scratch(**{"lse_slots": None, "delta_slots": None, "d_value": None, **scratch})
+        s = _Scratch(**(dict.fromkeys(_Scratch._fields) | scratch))
         head, index = order.locate(block)
         index = own_tiles - 1 - index if longest_last else index
         example, head = lax.div(head, own_heads), lax.rem(head, own_heads)
@@ -186,24 +197,30 @@ def _launch(own: Own, tiles: BlackwellBackwardTiles, p: Problem, operands: _Oper
     def load(inputs: Any, s: _Scratch, block: _Block):
         queries, keys = (inputs.query, inputs.d_out), (inputs.key, inputs.value)
         own_refs, ring_refs = (keys, queries) if owns_keys else (queries, keys)
-        for ref, slot in zip(own_refs, (s.own_qk, s.own_v), strict=True):
-            rows = pl.ds(block.index * ROWS, ROWS)
+        rows = pl.ds(block.index * ROWS, ROWS)
+        for ref, slot in zip(own_refs, (s.own_qk, s.own_v) if sums_qk else (s.own_qk,), strict=sums_qk):
             plgpu.copy_gmem_to_smem(ref.at[block.example, rows, block.head], slot, s.own_ready)
 
         def load_columns(step, _):
             head, tile = block.place(step)
-            slot, columns = lax.rem(step, ring), pl.ds(tile * step_tile, step_tile)
+            slot, v_slot, columns = lax.rem(step, ring), lax.rem(step, v_ring), pl.ds(tile * step_tile, step_tile)
+            of_qk, of_v = (ref.at[block.example, columns, head] for ref in ring_refs)
 
             @pl.when(step >= ring)
-            def _wait():
-                plgpu.barrier_wait(s.ring_consumed.at[slot])
+            def _wait_qk():
+                plgpu.barrier_wait(s.qk_consumed.at[slot])
 
-            ready = s.ring_ready.at[slot]
-            for ref, slots in zip(ring_refs, (s.ring_qk, s.ring_v), strict=True):
-                plgpu.copy_gmem_to_smem(ref.at[block.example, columns, head], slots.at[slot], ready)
-            if owns_keys:
-                for ref, slots in ((inputs.lse_log2, s.lse_slots), (inputs.delta, s.delta_slots)):
-                    plgpu.copy_gmem_to_smem(ref.at[block.example, head, columns], slots.at[slot], ready)
+            plgpu.copy_gmem_to_smem(of_qk, s.ring_qk.at[slot], s.qk_ready.at[slot])
+            for ref, slots in ((inputs.lse_log2, s.lse_slots), (inputs.delta, s.delta_slots)):
+                if slots is not None:
+                    of_row = ref.at[block.example, head, columns]
+                    plgpu.copy_gmem_to_smem(of_row, slots.at[slot], s.qk_ready.at[slot])
+
+            @pl.when(step >= v_ring)
+            def _wait_v():
+                plgpu.barrier_wait(s.v_consumed.at[v_slot])
+
+            plgpu.copy_gmem_to_smem(of_v, s.ring_v.at[v_slot], s.v_ready.at[v_slot])
 
         lax.fori_loop(0, block.steps, load_columns, None)
 
@@ -211,29 +228,38 @@ def _launch(own: Own, tiles: BlackwellBackwardTiles, p: Problem, operands: _Oper
         plgpu.barrier_wait(s.own_ready)
 
         def multiply_scores(step, buffer):
-            slot = lax.rem(step, ring)
-            plgpu.barrier_wait(s.ring_ready.at[slot])
+            slot, v_slot = lax.rem(step, ring), lax.rem(step, v_ring)
+            plgpu.barrier_wait(s.qk_ready.at[slot])
 
             @pl.when(step >= BUFFERS)
             def _wait():
                 plgpu.barrier_wait(s.weights_consumed.at[buffer])
 
             scores, _ = s.scores_or_weights[buffer]
-            d_weights, _ = s.d_weights_or_scores[buffer]
             plgpu.tcgen05_mma(scores, s.own_qk, s.ring_qk.at[slot].T, accumulate=False)
-            plgpu.tcgen05_mma(d_weights, s.own_v, s.ring_v.at[slot].T, accumulate=False)
+            if sums_qk:
+                d_weights, _ = s.d_weights_or_scores[buffer]
+                plgpu.barrier_wait(s.v_ready.at[v_slot])
+                plgpu.tcgen05_mma(d_weights, s.own_v, s.ring_v.at[v_slot].T, accumulate=False)
             plgpu.tcgen05_commit_arrive(s.scores_ready.at[buffer])
+            if not sums_v:
+                plgpu.tcgen05_commit_arrive(s.v_consumed.at[v_slot])
 
         def multiply_gradients(step, buffer):
-            slot = lax.rem(step, ring)
-            _, weights = s.scores_or_weights[buffer]
-            _, d_scores = s.d_weights_or_scores[buffer]
+            slot, v_slot = lax.rem(step, ring), lax.rem(step, v_ring)
             plgpu.barrier_wait(s.weights_ready.at[buffer])
-            if owns_keys:
-                plgpu.tcgen05_mma(s.d_value, weights, s.ring_v.at[slot], accumulate=step > 0)
-            plgpu.tcgen05_mma(s.d_own, d_scores, s.ring_qk.at[slot], accumulate=step > 0)
+            if sums_v:
+                _, weights = s.scores_or_weights[buffer]
+                if not sums_qk:
+                    plgpu.barrier_wait(s.v_ready.at[v_slot])
+                plgpu.tcgen05_mma(s.d_value, weights, s.ring_v.at[v_slot], accumulate=step > 0)
+            if sums_qk:
+                _, d_scores = s.d_weights_or_scores[buffer]
+                plgpu.tcgen05_mma(s.d_own, d_scores, s.ring_qk.at[slot], accumulate=step > 0)
             plgpu.tcgen05_commit_arrive(s.weights_consumed.at[buffer])
-            plgpu.tcgen05_commit_arrive(s.ring_consumed.at[slot])
+            if sums_v:
+                plgpu.tcgen05_commit_arrive(s.v_consumed.at[v_slot])
+            plgpu.tcgen05_commit_arrive(s.qk_consumed.at[slot])  # with it go lse and delta, which were read
 
         pl.when(steps > 0)(lambda: multiply_scores(jnp.int32(0), 0))
 
@@ -250,7 +276,7 @@ def _launch(own: Own, tiles: BlackwellBackwardTiles, p: Problem, operands: _Oper
         example = block.example
         own_start = block.index * ROWS
         scores_ref, weights_ref = s.scores_or_weights[buffer]
-        d_weights_ref, d_scores_ref = s.d_weights_or_scores[buffer]
+        d_weights_ref, d_scores_ref = s.d_weights_or_scores[buffer] if sums_qk else (None, None)
         columns = column_slices(step_tile)
         own_rows, lse, delta = None, None, None
         if not owns_keys:
@@ -285,10 +311,10 @@ def _launch(own: Own, tiles: BlackwellBackwardTiles, p: Problem, operands: _Oper
                 return lax.broadcast_in_dim(x, (ROWS, c.size), [1])
 
             if owns_keys:
-                plgpu.barrier_wait(s.ring_ready.at[slot])
+                plgpu.barrier_wait(s.qk_ready.at[slot])
             plgpu.barrier_wait(s.scores_ready.at[buffer])
             logits = [plgpu.async_load_tmem(scores_ref.at[:, c], layout=NATIVE) for c in columns]
-            d_weights = [plgpu.async_load_tmem(d_weights_ref.at[:, c], layout=NATIVE) for c in columns]
+            d_weights = [plgpu.async_load_tmem(d_weights_ref.at[:, c], layout=NATIVE) for c in columns if sums_qk]
             plgpu.wait_load_tmem()
             to_log2, d_caps = p.scale * LOG2_E, None
             if p.softcap is not None:
@@ -301,11 +327,12 @@ def _launch(own: Own, tiles: BlackwellBackwardTiles, p: Problem, operands: _Oper
                 logits = lax.cond(ragged, functools.partial(hide, tile=tile), lambda x: x, logits)
             for part, c in enumerate(columns):
                 weights = jnp.exp2(logits[part])
-                d_scores = weights * (d_weights[part] - of_queries(delta, s.delta_slots, c))
-                d_scores = d_scores if d_caps is None else d_scores * d_caps[part]
-                if owns_keys:
+                if sums_v:
                     plgpu.async_store_tmem(weights_ref.at[:, c], weights.astype(p.dtype))
-                plgpu.async_store_tmem(d_scores_ref.at[:, c], d_scores.astype(p.dtype))
+                if sums_qk:
+                    d_scores = weights * (d_weights[part] - of_queries(delta, s.delta_slots, c))
+                    d_scores = d_scores if d_caps is None else d_scores * d_caps[part]
+                    plgpu.async_store_tmem(d_scores_ref.at[:, c], d_scores.astype(p.dtype))
             plgpu.commit_tmem()
             if owns_keys:
                 plgpu.commit_smem()  # lse and delta are read before their slots are refilled
@@ -314,8 +341,9 @@ def _launch(own: Own, tiles: BlackwellBackwardTiles, p: Problem, operands: _Oper
         lax.fori_loop(0, lax.div(block.steps + (BUFFERS - 1 - buffer), BUFFERS), compute_step, None)
 
     def store(index: int, s: _Scratch, out_ref, block: _Block):
-        """dQ or dK if `index` is 0, else dV, through the slot of the operand of its shape."""
-        sums, slot, factor = ((s.d_own, s.own_qk, p.scale), (s.d_value, s.own_v, 1.0))[index]
+        """The kernel's `index`-th result, through the slot of the operand of its shape."""
+        of_qk, of_v = (s.d_own, s.own_qk, p.scale), (s.d_value, s.own_v, 1.0)
+        sums, slot, factor = (of_qk, of_v)[index] if sums_qk else of_v
         plgpu.barrier_wait(s.sums_ready)
         for c in column_slices(slot.shape[1], swizzled_columns(slot.shape[1], p.dtype)):
             part = plgpu.async_load_tmem(sums.at[:, c], layout=STAGED)
@@ -338,13 +366,13 @@ def _launch(own: Own, tiles: BlackwellBackwardTiles, p: Problem, operands: _Oper
         "own_qk": smem_tile(ROWS, qk_dim, dtype=p.dtype),
         "own_v": smem_tile(ROWS, v_dim, dtype=p.dtype),
         "ring_qk": smem_tile(ring, step_tile, qk_dim, dtype=p.dtype),
-        "ring_v": smem_tile(ring, step_tile, v_dim, dtype=p.dtype),
+        "ring_v": smem_tile(v_ring, step_tile, v_dim, dtype=p.dtype),
         "scores_or_weights": [union() for _ in range(BUFFERS)],
-        "d_weights_or_scores": [union() for _ in range(BUFFERS)],
-        "d_own": plgpu.TMEM((ROWS, qk_dim), jnp.float32),
-        "own_ready": plgpu.Barrier(num_arrivals=2),
-        "ring_ready": plgpu.Barrier(num_arrivals=4 if owns_keys else 2, num_barriers=ring),
-        "ring_consumed": in_order(num_barriers=ring),
+        "own_ready": plgpu.Barrier(num_arrivals=1 + sums_qk),
+        "qk_ready": plgpu.Barrier(num_arrivals=1 + owns_keys + (owns_keys and sums_qk), num_barriers=ring),
+        "v_ready": plgpu.Barrier(num_barriers=v_ring),
+        "qk_consumed": in_order(num_barriers=ring),
+        "v_consumed": in_order(num_barriers=v_ring),
         "scores_ready": in_order(num_barriers=BUFFERS),
         "weights_ready": in_order(num_barriers=BUFFERS),
         "weights_consumed": in_order(num_barriers=BUFFERS),
@@ -352,10 +380,16 @@ def _launch(own: Own, tiles: BlackwellBackwardTiles, p: Problem, operands: _Oper
     }
     if owns_keys:
         scratch["lse_slots"] = plgpu.SMEM((ring, step_tile), jnp.float32)
+    if owns_keys and sums_qk:
         scratch["delta_slots"] = plgpu.SMEM((ring, step_tile), jnp.float32)
+    if sums_qk:
+        scratch["d_weights_or_scores"] = [union() for _ in range(BUFFERS)]
+        scratch["d_own"] = plgpu.TMEM((ROWS, qk_dim), jnp.float32)
+    if sums_v:
         scratch["d_value"] = plgpu.TMEM((ROWS, v_dim), jnp.float32)
-    attention_backward.__name__ = f"attention_backward_of_{own}"  # by which profilers tell the kernels apart
-    shapes = (operands.key, operands.value) if owns_keys else (operands.query,)
+    attention_backward.__name__ = f"attention_backward_of_{gradients}"  # by which profilers tell the kernels apart
+    of_qk, of_v = (operands.key if owns_keys else operands.query,), (operands.value,)
+    shapes = (of_qk if sums_qk else ()) + (of_v if sums_v else ())
     return plgpu.kernel(
         attention_backward,
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, p.dtype) for x in shapes),
@@ -393,8 +427,10 @@ class _Scratch(NamedTuple):
     d_own: Any
     d_value: Any
     own_ready: Any
-    ring_ready: Any
-    ring_consumed: Any
+    qk_ready: Any
+    v_ready: Any
+    qk_consumed: Any
+    v_consumed: Any
     scores_ready: Any
     weights_ready: Any
     weights_consumed: Any

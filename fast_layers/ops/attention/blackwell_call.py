@@ -11,7 +11,7 @@ from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 
 CAPABILITIES = ((10, 0), (10, 3))
-MAX_DEPTH = {"forward": 256, "backward": 128}
+MAX_DEPTH = 256
 
 
 def supports(problem: Problem, arch: Arch, pass_) -> str | None:
@@ -26,8 +26,8 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     if not all(isinstance(size, int) for size in sizes):
         symbolic = ", ".join(str(size) for size in sizes if not isinstance(size, int))
         return f"needs sizes known when tracing, got symbolic {symbolic}"
-    if max(p.qk_dim, p.v_dim) > MAX_DEPTH[pass_]:
-        return f"the {pass_} kernel takes depths up to {MAX_DEPTH[pass_]}, got {p.qk_dim} and {p.v_dim}"
+    if max(p.qk_dim, p.v_dim) > MAX_DEPTH:
+        return f"takes depths up to {MAX_DEPTH}, got {p.qk_dim} and {p.v_dim}"
     if pass_ == "forward" and not BlackwellForwardTiles.fitting(p):
         return f"depths {p.qk_dim} and {p.v_dim} do not fit in shared memory together; pad the smaller to the larger"
     if p.bias is not None:

@@ -13,8 +13,8 @@ BLACKWELL_SMS = 148
 _BLACKWELL_ROWS = 128
 """Lanes of tensor memory, and rows of one matmul."""
 PANELS = 2
-"""Parts of out, as wide as a swizzled tile, that leave shared memory in turn where keys are split."""
-_PANEL_COLUMNS = 32
+"""Parts of a tile of out that leave shared memory in turn where keys are split."""
+PANEL_COLUMNS = 16
 _DEEPEST_RING = 8
 
 
@@ -78,13 +78,13 @@ class BlackwellForwardTiles:
         return qk_dim == v_dim
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
-        """Of 16-bit tiles, and of float32 panels where keys are split; the rest takes the last 3 KiB."""
+        """Of 16-bit tiles, and of float32 panels where keys are split; the rest takes the last 4 KiB."""
         qk_dim, v_dim = (-(-depth // 16) * 16 for depth in (qk_dim, v_dim))
         out_bytes = 0 if self.out_in_q_slot(qk_dim, v_dim) else 2 * v_dim
         if self.splits > 1:
-            out_bytes = 4 * PANELS * _PANEL_COLUMNS
+            out_bytes = 4 * PANELS * PANEL_COLUMNS
         inputs = 2 * (self.q_tile * qk_dim + self.stages * self.kv_tile * (qk_dim + v_dim))
-        return inputs + self.q_tile * out_bytes + (3 << 10)
+        return inputs + self.q_tile * out_bytes + (4 << 10)
 
     @classmethod
     def of(cls, problem: Problem) -> BlackwellForwardTiles:
@@ -126,16 +126,50 @@ class BlackwellForwardTiles:
 
 @dataclasses.dataclass(frozen=True)
 class BlackwellBackwardTiles:
-    """The shape of both backward kernels: a block owns 128 rows; `stages` slots for what it goes through."""
+    """The shape of the backward kernels: a block owns 128 rows and goes through tiles of 64.
+
+    `stages` slots for what it goes through of queries or keys, `v_stages` for that of output gradients or values;
+    `apart`: whether dK and dV have a kernel each.
+    """
 
     stages: int = 4
+    v_stages: int = 4
+    apart: bool = False
 
     step_tile = 64
-    """Two buffers of two products of 128 x 64 leave half of tensor memory to the sums of two gradients."""
+    """Two buffers of two products of 128 x 64 leave half of tensor memory to the sums of gradients."""
 
     def __post_init__(self):
         if self.stages not in (2, 4):
             raise ValueError(f"{self.stages=} must be 2 or 4: even, since two warpgroups take turns at the slots")
+        if self.v_stages not in ((1, 2, 4) if self.apart else (2, 4)):
+            raise ValueError(
+                f"{self.v_stages=} must be 2 or 4, or with dK and dV apart also 1: one kernel for both multiplies by "
+                f"two output gradients in turn"
+            )
+
+    @classmethod
+    def of(cls, problem: Problem) -> BlackwellBackwardTiles:
+        """The most slots that fit; depth 256 comes to the last."""
+        p = problem
+        apart = not cls().fits_tmem(p.qk_dim, p.v_dim)
+        rings = ((4, 4), (4, 2), (2, 2), (2, 1)) if apart else ((4, 4), (4, 2), (2, 2))
+        choices = (cls(stages, v_stages, apart) for stages, v_stages in rings)
+        return next(tiles for tiles in choices if tiles.smem_bytes(p.qk_dim, p.v_dim) <= BLACKWELL_SMEM_BYTES)
+
+    def fits_tmem(self, qk_dim: int, v_dim: int) -> bool:
+        return self.tmem_columns(qk_dim, v_dim) <= BLACKWELL_TMEM_COLUMNS
+
+    def tmem_columns(self, qk_dim: int, v_dim: int) -> int:
+        """Of the kernel that needs most; what is made of scores stands in their place."""
+        qk_dim, v_dim = (-(-depth // 16) * 16 for depth in (qk_dim, v_dim))
+        return 4 * self.step_tile + (max(qk_dim, v_dim) if self.apart else qk_dim + v_dim)
+
+    def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
+        """Of 16-bit tiles; barriers and row vectors take the last 3 KiB."""
+        qk_dim, v_dim = (-(-depth // 16) * 16 for depth in (qk_dim, v_dim))
+        own = _BLACKWELL_ROWS * (qk_dim + v_dim)
+        return 2 * (own + self.step_tile * (self.stages * qk_dim + self.v_stages * v_dim)) + (3 << 10)
 
     @property
     def compute_registers(self) -> int:

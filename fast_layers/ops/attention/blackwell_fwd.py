@@ -42,7 +42,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax, zero_where_empty
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.ops.attention import forward_parts
-from fast_layers.ops.attention.blackwell_config import PANELS, BlackwellForwardTiles
+from fast_layers.ops.attention.blackwell_config import PANEL_COLUMNS, PANELS, BlackwellForwardTiles
 from fast_layers.ops.attention.blackwell_tile import (
     BY_COLUMN,
     BY_ROW,
@@ -231,17 +231,16 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
             part = plgpu.async_load_tmem(out.at[:, c], layout=STAGED)
             return (part * by_row(normaliser, part.shape[1])).astype(work.out_dtype)
 
-        parts = column_slices(v_dim, swizzled_columns(v_dim, work.out_dtype))
         if tiles.splits == 1:
             out_slot = (s.q_slots if s.out_slots is None else s.out_slots).at[tile]
-            for c in parts:
+            for c in column_slices(v_dim, swizzled_columns(v_dim, p.dtype)):
                 out_slot[:, c] = out_part(c)
             plgpu.wait_load_tmem()
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_slot.at[stored, pl.ds(0, v_dim)], to)
         else:
             plgpu.commit_smem()
-            for i, c in enumerate(parts):
+            for i, c in enumerate(column_slices(v_dim, PANEL_COLUMNS)):
                 panel = s.out_panels.at[tile, i % PANELS]
                 if i >= PANELS:
                     plgpu.wait_smem_to_gmem(PANELS - 1, wait_read_only=True)
@@ -263,8 +262,7 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
     q_tiles = tiles.q_tiles
     out_slots = {}
     if tiles.splits > 1:
-        columns = swizzled_columns(v_dim, work.out_dtype)
-        out_slots["out_panels"] = smem_tile(q_tiles, PANELS, ROWS, columns, dtype=work.out_dtype)
+        out_slots["out_panels"] = smem_tile(q_tiles, PANELS, ROWS, PANEL_COLUMNS, dtype=work.out_dtype)
     elif not tiles.out_in_q_slot(qk_dim, v_dim):
         out_slots["out_slots"] = smem_tile(q_tiles, ROWS, v_dim, dtype=p.dtype)
     in_order: Any = functools.partial(plgpu.Barrier, orders_tensor_core=True)

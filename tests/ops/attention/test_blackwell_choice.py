@@ -48,9 +48,8 @@ REFUSALS = {
     "float32": ({"dtype": jnp.float32}, "forward", "takes bfloat16 and float16, got float32"),
     "bias": ({"bias": jnp.zeros((1, 2, 512, 512), jnp.bfloat16)}, "forward", "takes no bias"),
     "dense mask": ({"mask": masks.Dense(jnp.ones((1, 1, 512, 512), bool))}, "forward", "takes no dense mask"),
-    "too deep": ({"qk_dim": 264}, "forward", "depths up to 256, got 264 and 264"),
+    "too deep": ({"qk_dim": 264}, "forward", "takes depths up to 256, got 264 and 264"),
     "no room": ({"qk_dim": 240, "v_dim": 256}, "forward", "depths 240 and 256 do not fit in shared memory together"),
-    "deep gradient": ({"qk_dim": 192, "v_dim": 128}, "backward", "backward kernel takes depths up to 128"),
 }
 
 
@@ -75,14 +74,25 @@ def test_raises_by_name_elsewhere():
 @pytest.mark.parametrize(
     "depths", [(16, 16), (64, 64), (80, 80), (128, 128), (192, 128), (64, 256), (256, 256)], ids=str
 )
-@pytest.mark.parametrize("length", [1, 129, 4096])
-def test_tiles_fit(depths, length):
-    tiles = BlackwellForwardTiles.of(_problem(*depths, length=length))
+@pytest.mark.parametrize(("length", "keys"), [(1, 1), (129, 129), (4096, 4096), (1, 8192), (300, 8192)])
+def test_tiles_fit(depths, length, keys):
+    tiles = BlackwellForwardTiles.of(dataclasses.replace(_problem(*depths, length=length), kv_len=keys))
+    assert (tiles.splits > 1) == (keys == 8192)
     assert tiles.smem_bytes(*depths) <= BLACKWELL_SMEM_BYTES
     assert tiles.tmem_columns(depths[1]) <= BLACKWELL_TMEM_COLUMNS
     warpgroups = tiles.q_tiles * [tiles.softmax_registers] + [tiles.load_registers, tiles.multiply_registers]
     launched_with = 65536 // (128 * len(warpgroups)) // 8 * 8
     assert sum(warpgroups) <= launched_with * len(warpgroups)  # a block that asks for more waits for ever
+
+
+@pytest.mark.parametrize(
+    "depths", [(16, 16), (80, 80), (128, 128), (64, 256), (192, 128), (240, 256), (256, 256)], ids=str
+)
+def test_backward_tiles_fit(depths):
+    tiles = BlackwellBackwardTiles.of(_problem(*depths))
+    assert tiles.smem_bytes(*depths) <= BLACKWELL_SMEM_BYTES
+    assert tiles.tmem_columns(*depths) <= BLACKWELL_TMEM_COLUMNS
+    assert tiles.apart == (sum(depths) > 256)
 
 
 def test_backward_registers():
@@ -98,6 +108,7 @@ def test_backward_registers():
         ({"stages": 1}, "must be at least 2"),
         ({"blocks": -1}, "must be at least 0"),
         ({"rescale_log2": 9.0}, "must be from 0 to 8"),
+        ({"splits": 2, "blocks": 148}, "must be at least 1, and 1 in a persistent grid"),
     ],
     ids=str,
 )
@@ -106,3 +117,5 @@ def test_tiles_reject_themselves(wrong, text):
         BlackwellForwardTiles(**({"q_tiles": 2, "kv_tile": 128} | wrong))
     with pytest.raises(ValueError, match="must be 2 or 4"):
         BlackwellBackwardTiles(stages=3)
+    with pytest.raises(ValueError, match="with dK and dV apart also 1"):
+        BlackwellBackwardTiles(v_stages=1)
