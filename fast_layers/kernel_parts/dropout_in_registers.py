@@ -1,7 +1,8 @@
-"""The keep decisions of `dropout` inside a Hopper kernel, bit for bit the same, where a wgmma's scores stand.
+"""The keep decisions of `dropout` inside a kernel, bit for bit the same, where the scores stand.
 
-A thread holds pairs of neighbours in a row of scores, 8 columns apart. Where a row is a query, one Philox call gives
-all that a thread needs of 32 keys. Where a row is a key, a thread uses two of the eight halves that a call gives.
+In a wgmma's accumulator a thread holds pairs of neighbours in a row of scores, 8 columns apart. Where a row is a query,
+one Philox call gives all that a thread needs of 32 keys. Where a row is a key, a thread uses two of the eight halves
+that a call gives. Where a thread holds a whole row, these are four calls for 32 keys, and one of eight halves.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _PAIRS = 8
 
 def keep_in_registers(
     words: tuple[Any, Any], example: Any, head: Any, q_start: Any, k_start: Any, shape: tuple[int, int], q_axis: int,
-    rate: float,
+    rate: float, layout: Any,
 ) -> Any:  # fmt: skip
-    """Decisions for a tile of scores, bool in the layout of a wgmma's accumulator.
+    """Decisions for a tile of scores, bool in the tile's `layout`.
 
     Args:
       words: the seed, two uint32 scalars.
@@ -34,7 +35,7 @@ def keep_in_registers(
       rate: of dropping.
     """
     part = (shape[0], _PAIRS)
-    row, column = (plgpu.broadcasted_iota(jnp.int32, part, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1))
+    row, column = (plgpu.broadcasted_iota(jnp.int32, part, axis, layout=layout) for axis in (0, 1))
     query, key = (row, column) if q_axis == 0 else (column, row)
     pair = (key & (_PAIRS - 1)) >> 1
 

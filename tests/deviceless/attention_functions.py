@@ -16,12 +16,12 @@ def attention_per_score(
     mask: jax.Array | None = None,
     **options,
 ):
-    """The output and all gradients, by the Hopper kernels."""
+    """The output and all gradients."""
     if options.get("dropout_rate"):
         options["dropout_rng"] = jax.random.key(0)
 
     def attend(query, key, value, bias):
-        return fast_layers.dot_product_attention(query, key, value, bias, mask, implementation="hopper", **options)
+        return fast_layers.dot_product_attention(query, key, value, bias, mask, **options)
 
     out, pull = jax.vjp(attend, query, key, value, bias)
     return out, pull(d_out)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fast_layers
-from deviceless import functions
+from deviceless import attention_functions, functions
 from fast_layers.ops.attention.blackwell_config import BLACKWELL_SMEM_BYTES, BLACKWELL_TMEM_COLUMNS
 from fast_layers.testing import Compilation, compile_all_for
 from fast_layers.testing.deviceless import missing_wheels
@@ -34,6 +34,8 @@ class Call:
     qk_dim: int = 128
     v_dim: int | None = None
     segments: bool = False
+    bias: bool = False
+    mask: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     spills: int = 0
 
@@ -43,7 +45,8 @@ class Call:
             return {"attention_forward", "combine_parts"}
         apart = self.qk_dim + (self.v_dim or self.qk_dim) > 256
         of_keys = ("keys", "values") if apart else ("keys_and_values",)
-        return {"attention_forward"} | {f"attention_backward_of_{gradients}" for gradients in ("queries", *of_keys)}
+        backward = {f"attention_backward_of_{gradients}" for gradients in ("queries", *of_keys)}
+        return {"attention_forward"} | backward | ({"attention_bias_gradient"} if self.bias else set())
 
     def compilation(self) -> Compilation:
         def shape(heads, depth, length=self.length):
@@ -55,12 +58,19 @@ class Call:
         fn: Any = fast_layers.dot_product_attention
         if not self.q_len:
             fn, shapes = functions.attention_and_gradients, (*shapes, shape(16, v_dim))
+        if self.bias or self.mask or "dropout_rate" in self.options:
+            square = (self.length, self.length)
+            bias = jax.ShapeDtypeStruct((1, 16, *square), jnp.bfloat16) if self.bias else None
+            mask = jax.ShapeDtypeStruct((2, 1, *square), bool) if self.mask else None
+            options = {"implementation": "blackwell"} | self.options
+            return Compilation(attention_functions.attention_per_score, (*shapes, bias, mask), options)
         # An argument: XLA takes many seconds to fold what is computed from a constant of this length.
         ids = (jax.ShapeDtypeStruct((self.length,), jnp.int32),) if self.segments else ()
         return Compilation(fn, (*shapes, *ids), {"implementation": "blackwell"} | self.options)
 
 
 CAUSAL = {"is_causal": True}
+DROPOUT = {"dropout_rate": 0.1}
 EVERYTHING = {"is_causal": True, "softcap": 30.0, "sinks": np.zeros(16, np.float32), "local_window_size": (1024, 0)}
 LEAN = {
     "d128 causal": Call(options=CAUSAL, spills=40),
@@ -76,6 +86,12 @@ REST = {
     "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL, spills=40),
     "d256 causal": Call(qk_dim=256, options=CAUSAL, spills=80),
     "few queries": Call(100, kv_heads=4, options=CAUSAL, spills=40),
+    "d128 bias": Call(2048, bias=True, spills=40),
+    "d128 causal, dropout": Call(2048, options=CAUSAL | DROPOUT, spills=40),
+    "d64 mask, dropout": Call(2048, qk_dim=64, mask=True, options=DROPOUT, spills=40),
+    "d256 everything per score": Call(
+        2048, qk_dim=256, bias=True, mask=True, options=CAUSAL | DROPOUT | {"softcap": 30.0}, spills=40
+    ),
     "d64 decoding": Call(q_len=1, kv_heads=4, qk_dim=64),
     "d128 decoding": Call(q_len=1, kv_heads=4),
     "d256 decoding": Call(q_len=1, kv_heads=4, qk_dim=256),

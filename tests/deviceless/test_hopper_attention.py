@@ -56,7 +56,8 @@ class Call:
             square = (self.length, self.length)
             bias = jax.ShapeDtypeStruct((1, self.heads, *square), jnp.bfloat16) if self.bias else None
             mask = jax.ShapeDtypeStruct((self.batch, 1, *square), bool) if self.mask else None
-            return Compilation(attention_functions.attention_per_score, (*shapes, bias, mask), self.options)
+            options = {"implementation": "hopper"} | self.options
+            return Compilation(attention_functions.attention_per_score, (*shapes, bias, mask), options)
         # An argument: XLA takes many seconds to fold what is computed from a constant of this length.
         ids = (jax.ShapeDtypeStruct((self.length,), jnp.int32),) if self.segments else ()
         return Compilation(functions.attention_and_gradients, (*shapes, *ids), self.options)

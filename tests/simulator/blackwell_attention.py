@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.arch import Arch
 from fast_layers.dispatch import Backend
-from fast_layers.ops.attention import blackwell_bwd, blackwell_call, blackwell_fwd, forward_parts
+from fast_layers.ops.attention import blackwell_bias_grad, blackwell_bwd, blackwell_call, blackwell_fwd, forward_parts
 
 B200 = Arch("cuda", "NVIDIA B200", (10, 0))
 BLACKWELL = Backend(
@@ -31,7 +31,7 @@ BLACKWELL = Backend(
 def patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
     """Attributes replaced, and the kernels traced anew inside."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (blackwell_fwd, blackwell_bwd):
+        for module in (blackwell_fwd, blackwell_bwd, blackwell_bias_grad):
             # Without its jit, which would give back what was traced before.
             patch.setattr(module, "_launch", module._launch.__wrapped__)
         for target, name, value in patches:

@@ -50,7 +50,8 @@ from fast_layers.ops.attention.blackwell_tile import (
     column_slices,
 )
 from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
-from fast_layers.ops.attention.problem import Inputs, Problem, Residuals, finite_or_zero
+from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, Residuals, finite_or_zero
+from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
 from fast_layers.ops.attention.tile_mask import TileMask, by_row, tanh
 from fast_layers.ops.attention.xla import sink_gradient
 
@@ -61,7 +62,7 @@ Gradients = Literal["queries", "keys_and_values", "keys", "values"]
 """What a kernel sums: the rows that a block owns are queries in the first, else keys."""
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K V"]
@@ -71,6 +72,7 @@ class _Operands(NamedTuple):
     delta: Float[Array, "B N T"]
     mask: RowMask | None
     q_span: Int[Array, "B|1 J 2"] | None
+    logits: LogitOperands
 
 
 def attend_grad(
@@ -82,7 +84,7 @@ def attend_grad(
     inputs, aux, out, lse = residuals
     query, key, value = inputs.query, inputs.key, inputs.value
     sees_none = lse == -jnp.inf
-    if p.mask.band is not None or p.mask.interval_arrays or p.mask.segments:
+    if p.mask != MaskFacts():
         # A hidden weight is 0, but 0 times NaN is NaN: so all that is multiplied is finite. A row that was not, and a
         # row that sees a broken key, has an lse of NaN, which reaches the keys that it sees and no others.
         broken = ~(jnp.isfinite(query).all(-1) & jnp.isfinite(d_out).all(-1)).swapaxes(1, 2)
@@ -93,7 +95,7 @@ def attend_grad(
     delta = delta - jnp.where(sees_none, 0.0, d_lse)
     lse_log2 = jnp.where(sees_none, jnp.inf, jnp.where(jnp.isfinite(delta), lse * LOG2_E, jnp.nan))
     rows, qk_dim, v_dim = round_up(p.q_len, ROWS), padded_depth(p.qk_dim), padded_depth(p.v_dim)
-    operands = _Operands(
+    operands = Operands(
         pad_for_tma(query, ROWS, qk_dim),
         pad_for_tma(key, ROWS, qk_dim),
         pad_for_tma(value, ROWS, v_dim),
@@ -102,14 +104,20 @@ def attend_grad(
         pad_axis(finite_or_zero(delta), rows, 2),
         RowMask.of(p, aux.mask, ROWS, tiles.step_tile),
         None,
+        LogitOperands.of(inputs, aux, ROWS, tiles.step_tile),
     )
 
-    def launch(gradients: Gradients, operands: _Operands):
+    def launch(gradients: Gradients, operands: Operands):
         return over_batch(functools.partial(_launch, gradients, tiles), SHARED)(p, operands)
 
     (d_query,) = launch("queries", operands)
+    d_bias = None if inputs.bias is None else _bias_gradient(p, inputs, aux, operands)
     mask = RowMask.of(p, aux.mask, tiles.step_tile, ROWS)
-    operands = operands._replace(mask=mask, q_span=None if mask is None else _query_span(p, mask, tiles))
+    operands = operands._replace(
+        mask=mask,
+        q_span=None if mask is None else _query_span(p, mask, tiles),
+        logits=LogitOperands.of(inputs, aux, tiles.step_tile, ROWS, keys_first=True),
+    )
     if tiles.apart:
         (d_key,), (d_value,) = launch("keys", operands), launch("values", operands)
     else:
@@ -118,8 +126,15 @@ def attend_grad(
         query=d_query[:, : p.q_len, :, : p.qk_dim],
         key=d_key[:, : p.kv_len, :, : p.qk_dim],
         value=d_value[:, : p.kv_len, :, : p.v_dim],
+        bias=d_bias,
         sinks=None if inputs.sinks is None else sink_gradient(inputs.sinks, lse, delta),
     )
+
+
+def _bias_gradient(p: Problem, inputs: Inputs, aux: Aux, operands: Operands) -> Array:
+    from fast_layers.ops.attention import blackwell_bias_grad
+
+    return blackwell_bias_grad.attend_grad(p, inputs, aux, operands)
 
 
 def _query_span(p: Problem, mask: RowMask, tiles: BlackwellBackwardTiles) -> Int[Array, "B|1 J 2"]:
@@ -130,7 +145,7 @@ def _query_span(p: Problem, mask: RowMask, tiles: BlackwellBackwardTiles) -> Int
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, operands: _Operands):
+def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, operands: Operands):
     """(dQ,), (dK, dV), (dK,) or (dV,)."""
     owns_keys, sums_v = gradients != "queries", gradients in ("keys_and_values", "values")
     sums_qk = gradients != "values"
@@ -150,17 +165,18 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
         out_refs = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         s = _Scratch(**(dict.fromkeys(_Scratch._fields) | scratch))
+        logits = TileLogits(p, inputs.logits, NATIVE)
         head, index = order.locate(block)
         index = own_tiles - 1 - index if longest_last else index
         example, head = lax.div(head, own_heads), lax.rem(head, own_heads)
         if owns_keys:
-            mask = NativeTileMask(p, step_tile, ROWS, inputs.mask)
+            mask = NativeTileMask(p, step_tile, ROWS, inputs.mask, logits)
             first, last = mask.query_span(example, index, inputs.q_span)
             per_head = last - first
             steps = per_head * p.group
             span = None
         else:
-            mask = NativeTileMask(p, ROWS, step_tile, inputs.mask)
+            mask = NativeTileMask(p, ROWS, step_tile, inputs.mask, logits)
             span = mask.key_span(example, index)
             first, steps = span.first, span.last - span.first
             per_head = steps
@@ -190,7 +206,7 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
             @pl.when(warpgroup == buffer)
             def _compute(buffer=buffer):
                 plgpu.set_max_registers(tiles.compute_registers, action="increase")
-                compute(buffer, mask, inputs, s, block_of)
+                compute(buffer, mask, logits, inputs, s, block_of)
                 if buffer < len(out_refs):
                     store(buffer, s, out_refs[buffer], block_of)
 
@@ -272,11 +288,16 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
         lax.fori_loop(0, lax.div(steps + (BUFFERS - 1), BUFFERS), pair, None)
         plgpu.tcgen05_commit_arrive(s.sums_ready)
 
-    def compute(buffer: int, mask: TileMask, inputs: Any, s: _Scratch, block: _Block):
+    def compute(buffer: int, mask: TileMask, logits: TileLogits, inputs: Any, s: _Scratch, block: _Block):
         example = block.example
         own_start = block.index * ROWS
-        scores_ref, weights_ref = s.scores_or_weights[buffer]
-        d_weights_ref, d_scores_ref = s.d_weights_or_scores[buffer] if sums_qk else (None, None)
+
+        def refs(unions: Any) -> Any:
+            """A product, and what is made of it, where the kernel has them."""
+            return (None, None) if unions is None else unions[buffer]
+
+        scores_ref, weights_ref = refs(s.scores_or_weights)
+        d_weights_ref, d_scores_ref = refs(s.d_weights_or_scores)
         columns = column_slices(step_tile)
         own_rows, lse, delta = None, None, None
         if not owns_keys:
@@ -286,22 +307,21 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
                 for x in (inputs.lse_log2, inputs.delta)
             )
 
-        def hide(logits, tile):
-            start = tile * step_tile
-            if not owns_keys:
-                return [
-                    mask.hide(x, own_rows, example, own_start, start + c.start, 0)
-                    for x, c in zip(logits, columns, strict=True)
-                ]
-            return [
-                mask.hide(x, mask.rows(example, start + c.start, c.size, 1), example, start + c.start, own_start, 1)
-                for x, c in zip(logits, columns, strict=True)
-            ]
+        def hide(x, at):
+            rows = mask.rows(example, at["q_start"], x.shape[1], 1) if owns_keys else own_rows
+            return mask.hide(x, rows, **at)
 
         def compute_step(i, _):
             step = i * BUFFERS + buffer
             slot = lax.rem(step, ring)
-            _, tile = block.place(step)
+            head, tile = block.place(step)
+
+            def place(c):
+                """Of a part of the scores."""
+                start = tile * step_tile + c.start
+                q_start, k_start = (start, own_start) if owns_keys else (own_start, start)
+                at = {"example": example, "head": head if owns_keys else block.head}
+                return at | {"q_start": q_start, "k_start": k_start, "q_axis": int(owns_keys)}
 
             def of_queries(by_own, slots, c):
                 """lse or delta of the queries, spread over a part of the tile."""
@@ -313,24 +333,37 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
             if owns_keys:
                 plgpu.barrier_wait(s.qk_ready.at[slot])
             plgpu.barrier_wait(s.scores_ready.at[buffer])
-            logits = [plgpu.async_load_tmem(scores_ref.at[:, c], layout=NATIVE) for c in columns]
+            scores = [plgpu.async_load_tmem(scores_ref.at[:, c], layout=NATIVE) for c in columns]
             d_weights = [plgpu.async_load_tmem(d_weights_ref.at[:, c], layout=NATIVE) for c in columns if sums_qk]
             plgpu.wait_load_tmem()
             to_log2, d_caps = p.scale * LOG2_E, None
             if p.softcap is not None:
-                logits = [tanh(x * (p.scale / p.softcap)) for x in logits]
-                d_caps = [(1.0 - x) * (1.0 + x) for x in logits]
+                scores = [tanh(x * (p.scale / p.softcap)) for x in scores]
+                d_caps = [(1.0 - x) * (1.0 + x) for x in scores]
                 to_log2 = p.softcap * LOG2_E
-            logits = [x * to_log2 - of_queries(lse, s.lse_slots, c) for x, c in zip(logits, columns, strict=True)]
+            scores = [x * to_log2 for x in scores]
+            if p.bias is not None:
+                biases = (logits.bias(shape=(ROWS, c.size), **place(c)) for c in columns)
+                scores = [x + bias * LOG2_E for x, bias in zip(scores, biases, strict=True)]
+            scores = [x - of_queries(lse, s.lse_slots, c) for x, c in zip(scores, columns, strict=True)]
             if mask.hides:
+
+                def hide_all(scores):
+                    return [hide(x, place(c)) for x, c in zip(scores, columns, strict=True)]
+
                 ragged = mask.ragged_for_keys(example, tile, own_start, ROWS) if owns_keys else block.span.ragged(tile)
-                logits = lax.cond(ragged, functools.partial(hide, tile=tile), lambda x: x, logits)
+                scores = lax.cond(ragged, hide_all, lambda x: x, scores)
             for part, c in enumerate(columns):
-                weights = jnp.exp2(logits[part])
+                weights = jnp.exp2(scores[part])
+                keep = logits.keep(shape=weights.shape, **place(c)) if p.dropout_rate else None
                 if sums_v:
-                    plgpu.async_store_tmem(weights_ref.at[:, c], weights.astype(p.dtype))
+                    kept = weights if keep is None else jnp.where(keep, weights, 0.0)
+                    plgpu.async_store_tmem(weights_ref.at[:, c], kept.astype(p.dtype))
                 if sums_qk:
-                    d_scores = weights * (d_weights[part] - of_queries(delta, s.delta_slots, c))
+                    d_weight = d_weights[part]
+                    if keep is not None:
+                        d_weight = jnp.where(keep, d_weight * logits.survived, 0.0)
+                    d_scores = weights * (d_weight - of_queries(delta, s.delta_slots, c))
                     d_scores = d_scores if d_caps is None else d_scores * d_caps[part]
                     plgpu.async_store_tmem(d_scores_ref.at[:, c], d_scores.astype(p.dtype))
             plgpu.commit_tmem()
@@ -342,7 +375,7 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
 
     def store(index: int, s: _Scratch, out_ref, block: _Block):
         """The kernel's `index`-th result, through the slot of the operand of its shape."""
-        of_qk, of_v = (s.d_own, s.own_qk, p.scale), (s.d_value, s.own_v, 1.0)
+        of_qk, of_v = (s.d_own, s.own_qk, p.scale), (s.d_value, s.own_v, 1.0 / (1.0 - p.dropout_rate))
         sums, slot, factor = (of_qk, of_v)[index] if sums_qk else of_v
         plgpu.barrier_wait(s.sums_ready)
         for c in column_slices(slot.shape[1], swizzled_columns(slot.shape[1], p.dtype)):

@@ -54,6 +54,7 @@ from fast_layers.ops.attention.blackwell_tile import (
 )
 from fast_layers.ops.attention.forward_parts import Operands, Piece, Work, join_sink, load, see_nothing
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
+from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import TileMask, by_row, tanh
 
 
@@ -80,7 +81,8 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         out_ref, lse_ref = refs[tree.num_leaves :]
         warpgroup = lax.axis_index("warpgroup")
-        mask = NativeTileMask(p, tiles.q_tile, kv_tile, inputs.mask)
+        logits = TileLogits(p, inputs.logits, NATIVE)
+        mask = NativeTileMask(p, tiles.q_tile, kv_tile, inputs.mask, logits)
         s = _Scratch(**{"out_slots": None, "out_panels": None, **scratch})
 
         @pl.when(warpgroup == loader)
@@ -101,7 +103,7 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
                 plgpu.set_max_registers(tiles.softmax_registers, action="increase")
                 work.each_piece(
                     mask,
-                    functools.partial(softmax, tile, mask, inputs, s, out_ref, lse_ref),
+                    functools.partial(softmax, tile, mask, logits, inputs, s, out_ref, lse_ref),
                     without_keys=functools.partial(leave_nothing, tile, s, lse_ref),
                 )
                 plgpu.wait_smem_to_gmem(0)
@@ -155,7 +157,18 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
             multiply_values(span.last - 1, tile)
             plgpu.tcgen05_commit_arrive(s.out_ready.at[tile])
 
-    def softmax(tile: int, mask: TileMask, inputs: Any, s: _Scratch, out_ref, lse_ref, piece: Piece, turn, steps):
+    def softmax(
+        tile: int,
+        mask: TileMask,
+        logits: TileLogits,
+        inputs: Any,
+        s: _Scratch,
+        out_ref,
+        lse_ref,
+        piece: Piece,
+        turn,
+        steps,
+    ):
         del turn, steps
         example, head, q_index, out_index, span = piece
         q_start = q_index * tiles.q_tile + tile * ROWS
@@ -163,23 +176,31 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
         scores_ref, weights_ref = s.scores_or_weights[tile]
         out, row_slot = s.out[tile], s.row_slots.at[tile]
 
+        columns = column_slices(kv_tile)
+
+        def place(j, c):
+            """Of a part of the scores."""
+            return {"example": example, "head": head, "q_start": q_start, "k_start": j * kv_tile + c.start, "q_axis": 0}
+
         def load_scores(j):
             """([[R, COLUMNS]], what makes them logits times log2 e)."""
             plgpu.barrier_wait(s.scores_ready.at[tile])
-            columns = column_slices(kv_tile)
             scores = [plgpu.async_load_tmem(scores_ref.at[:, c], layout=NATIVE) for c in columns]
             plgpu.wait_load_tmem()
             to_log2 = p.scale * LOG2_E
             if p.softcap is not None:
                 scores = [tanh(x * (p.scale / p.softcap)) for x in scores]
                 to_log2 = p.softcap * LOG2_E
+            if p.bias is not None:
+                scores = [
+                    x * (to_log2 / LOG2_E) + logits.bias(shape=x.shape, **place(j, c))
+                    for x, c in zip(scores, columns, strict=True)
+                ]
+                to_log2 = LOG2_E
             if mask.hides:
 
                 def hide(scores):
-                    return [
-                        mask.hide(x, rows, example, q_start, j * kv_tile + c.start, 0)
-                        for x, c in zip(scores, columns, strict=True)
-                    ]
+                    return [mask.hide(x, rows=rows, **place(j, c)) for x, c in zip(scores, columns, strict=True)]
 
                 scores = lax.cond(span.ragged(j), hide, lambda x: x, scores)
             return scores, to_log2
@@ -198,9 +219,11 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
             base = zero_where_empty(row_max)
             rescale = jnp.where(grows, jnp.exp2(state.row_max_log2 - base), 1.0)
             row_sum = state.row_sum * rescale
-            for x, c in zip(scores, column_slices(kv_tile), strict=True):
+            for x, c in zip(scores, columns, strict=True):
                 weights = jnp.exp2(x * to_log2 - by_row(base, x.shape[1]))
                 row_sum += weights.sum(axis=1)
+                if p.dropout_rate:
+                    weights = jnp.where(logits.keep(shape=x.shape, **place(j, c)), weights, 0.0)
                 plgpu.async_store_tmem(weights_ref.at[:, c], weights.astype(p.dtype))
             # Through shared memory, so that each warp sees all rows: branches are taken by whole warpgroups.
             row_slot[...] = rescale
@@ -218,6 +241,8 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
             normaliser *= rescale
         else:
             normaliser, lse = state.finish()
+        if p.dropout_rate:
+            normaliser *= logits.survived
 
         row_slot[...] = normaliser
         s.lse_slots.at[tile][...] = lse

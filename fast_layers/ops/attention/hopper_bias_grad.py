@@ -2,10 +2,9 @@
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth.
 
-A block owns a tile of the bias, 64 queries by 64 keys, and goes through all tiles of scores that it was added to: those
-of other examples and heads if it serves them all, and those of all queries, or all keys, if it is the same for them.
-It makes the scores and their gradients anew (two products) and keeps the sum in registers. So no array of the size of
-the scores is written, nothing is summed by atomics, and every run gives the same bits.
+A block owns a tile of the bias, 64 queries by 64 keys, and goes through all tiles of scores that it was added to
+(`bias_tiles.py`). It makes the scores and their gradients anew (two products) and keeps the sum in registers. So no
+array of the size of the scores is written, nothing is summed by atomics, and every run gives the same bits.
 
     load warpgroup                                     compute warpgroup
     --------------                                     -----------------
@@ -23,19 +22,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.ops.attention import bias_tiles
+from fast_layers.ops.attention.bias_tiles import BiasTiles
 from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES
 from fast_layers.ops.attention.hopper_bwd import BY_ROW, Operands, make_finite
 from fast_layers.ops.attention.hopper_call import ROWS
-from fast_layers.ops.attention.kernel_operands import RowMask
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
-from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
+from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, TileMask, tanh
 
 Q_TILE = KV_TILE = ROWS
@@ -46,26 +45,14 @@ _RESERVED_BYTES = 18 << 10
 
 def attend_grad(problem: Problem, inputs: Inputs, aux: Aux, operands: Operands) -> Array:
     """The gradient in bias' shape and dtype; `operands` are those of the backward."""
-    bias: Any = inputs.bias
-    launch = sequential_vmap(functools.partial(_launch, problem))
-    mask = RowMask.of(problem, aux.mask, Q_TILE, KV_TILE)
-    d_bias = launch(operands._replace(mask=mask, q_span=None, logits=LogitOperands.of(inputs, aux, Q_TILE, KV_TILE)))
-    for axis in (2, 3):
-        if bias.shape[axis] == 1:
-            d_bias = d_bias.sum(axis, keepdims=True)
-    return d_bias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+    return bias_tiles.attend_grad(BiasTiles(problem, Q_TILE, KV_TILE), inputs, aux, operands, _launch)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0,))
 def _launch(p: Problem, operands: Operands) -> Float[Array, "B|1 N|1 I*64 J*64"]:
-    """Along queries or keys that share a bias one tile is left, to be summed."""
-    assert p.bias is not None
     qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
-    q_tiles, kv_tiles = -(-p.q_len // Q_TILE), -(-p.kv_len // KV_TILE)
-    bias_batch, bias_heads, bias_queries, bias_keys = p.bias
-    own_queries = q_tiles if bias_queries > 1 else 1
-    own_keys = kv_tiles if bias_keys > 1 else 1
+    tiles = BiasTiles(p, Q_TILE, KV_TILE)
     stage_bytes = 2 * p.dtype.itemsize * ROWS * (qk_dim + v_dim)
     ring = 2 if 2 * stage_bytes + _RESERVED_BYTES <= HOPPER_SMEM_BYTES else 1
     tree = jax.tree.structure(operands)
@@ -74,52 +61,22 @@ def _launch(p: Problem, operands: Operands) -> Float[Array, "B|1 N|1 I*64 J*64"]
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         (d_bias_ref,) = refs[tree.num_leaves :]
         warpgroup = lax.axis_index("warpgroup")
-        own = {name: lax.axis_index(name) for name in ("example", "head", "queries", "keys")}
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, Q_TILE, KV_TILE, inputs.mask, logits)
         s = _Scratch(**scratch)
 
-        def span(name, of_bias, of_scores):
-            """[first, last) of what the block goes through along one axis."""
-            return (0, of_scores) if of_bias == 1 else (own[name], own[name] + 1)
-
-        def each_tile(role, carry):
-            """`role(step, example, head, q_index, k_index, carry)` for all tiles of scores; returns the last carry."""
-
-            def of_head(example, head, state):
-                def of_queries(q_index, state):
-                    visited = mask.key_span(example, q_index)
-                    first, last = visited.first, visited.last
-                    if bias_keys > 1:
-                        first, last = jnp.maximum(first, own["keys"]), jnp.minimum(last, own["keys"] + 1)
-
-                    def of_keys(k_index, state):
-                        step, carry = state
-                        return step + 1, role(step, example, head, q_index, k_index, carry)
-
-                    return lax.fori_loop(first, last, of_keys, state)
-
-                return lax.fori_loop(*span("queries", bias_queries, q_tiles), of_queries, state)
-
-            def of_example(example, state):
-                return lax.fori_loop(
-                    *span("head", bias_heads, p.heads), lambda head, state: of_head(example, head, state), state
-                )
-
-            start = (jnp.int32(0), carry)
-            return lax.fori_loop(*span("example", bias_batch, p.batch), of_example, start)[1]
-
         @pl.when(warpgroup == LOAD_WG)
         def _load():
-            each_tile(functools.partial(load, inputs, s), None)
+            tiles.each(mask, functools.partial(load, inputs, s), None)
 
         @pl.when(warpgroup == COMPUTE_WG)
         def _compute():
             nothing = plgpu.layout_cast(jnp.zeros((Q_TILE, KV_TILE), jnp.float32), WGMMA)
-            s.d_bias_slot[...] = each_tile(functools.partial(add_gradient, mask, logits, s), nothing)
+            s.d_bias_slot[...] = tiles.each(mask, functools.partial(add_gradient, mask, logits, s), nothing)
             plgpu.commit_smem()
-            rows, columns = (pl.ds(own[name] * ROWS, ROWS) for name in ("queries", "keys"))
-            plgpu.copy_smem_to_gmem(s.d_bias_slot, d_bias_ref.at[own["example"], own["head"], rows, columns])
+            example, head, queries, keys = tiles.out_index()
+            to = d_bias_ref.at[example, head, pl.ds(queries * Q_TILE, Q_TILE), pl.ds(keys * KV_TILE, KV_TILE)]
+            plgpu.copy_smem_to_gmem(s.d_bias_slot, to)
             plgpu.wait_smem_to_gmem(0)
 
     def load(inputs: Any, s: _Scratch, step, example, head, q_index, k_index, _):
@@ -196,12 +153,11 @@ def _launch(p: Problem, operands: Operands) -> Float[Array, "B|1 N|1 I*64 J*64"]
         "ready": plgpu.Barrier(num_arrivals=6, num_barriers=ring),
         "consumed": plgpu.Barrier(num_barriers=ring),
     }
-    shape = (bias_batch, bias_heads, own_queries * Q_TILE, own_keys * KV_TILE)
     return plgpu.kernel(
         attention_bias_gradient,
-        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
-        grid=(own_keys, own_queries, bias_heads, bias_batch),
-        grid_names=("keys", "queries", "head", "example"),
+        out_type=tiles.out_type,
+        grid=tiles.grid,
+        grid_names=tiles.grid_names,
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=scratch,

@@ -53,39 +53,38 @@ def _packed(seed: DropoutSeed) -> Int[Array, "B|1 N|1 4"]:
 
 
 class TileLogits:
-    """`refs` are `LogitOperands` in the GPU's memory."""
+    """`refs` are `LogitOperands` in the GPU's memory; `layout` is that of scores in registers."""
 
-    def __init__(self, problem: Problem, refs: LogitOperands):
-        self.problem, self.refs = problem, refs
+    def __init__(self, problem: Problem, refs: LogitOperands, layout: Any = WGMMA):
+        self.problem, self.refs, self.layout = problem, refs, layout
         self.survived = 1.0 / (1.0 - problem.dropout_rate)
         """What a weight that is kept is multiplied by."""
 
     def bias(self, example: Any, head: Any, q_start: Any, k_start: Any, shape: Any, q_axis: int) -> Any:
         """In float32."""
-        return _load(self.refs.bias, example, head, q_start, k_start, shape, q_axis).astype(jnp.float32)
+        return self._load(self.refs.bias, example, head, q_start, k_start, shape, q_axis).astype(jnp.float32)
 
     def visible(self, example: Any, head: Any, q_start: Any, k_start: Any, shape: Any, q_axis: int) -> Any:
-        return _load(self.refs.dense, example, head, q_start, k_start, shape, q_axis).astype(jnp.int32) != 0
+        return self._load(self.refs.dense, example, head, q_start, k_start, shape, q_axis).astype(jnp.int32) != 0
 
     def keep(self, example: Any, head: Any, q_start: Any, k_start: Any, shape: Any, q_axis: int) -> Any:
         ref: Any = self.refs.dropout
         seed = ref.at[_shared(ref, 0, example), _shared(ref, 1, head)]
         *words, head_index, example_index = (seed[i].astype(jnp.uint32) for i in range(4))
-        rate = self.problem.dropout_rate
-        return keep_in_registers(tuple(words), example_index, head_index, q_start, k_start, shape, q_axis, rate)
+        rate, layout = self.problem.dropout_rate, self.layout
+        return keep_in_registers(tuple(words), example_index, head_index, q_start, k_start, shape, q_axis, rate, layout)
 
-
-def _load(ref: Any, example: Any, head: Any, q_start: Any, k_start: Any, shape: tuple[int, int], q_axis: int) -> Any:
-    """A tile, [queries, keys] or the other way round, in the layout of a wgmma's accumulator."""
-    starts = (q_start, k_start) if q_axis == 0 else (k_start, q_start)
-    whole = [axis for axis in (0, 1) if ref.shape[2 + axis] > 1]
-    window = (pl.ds(starts[axis], shape[axis]) if axis in whole else 0 for axis in (0, 1))
-    at = ref.at[(_shared(ref, 0, example), _shared(ref, 1, head), *window)]
-    if not whole:
-        return lax.broadcast_in_dim(at[...], shape, [])
-    layout = WGMMA if len(whole) == 2 else WGMMA.reduce(1 - whole[0])
-    loaded = plgpu.load(at, layout=layout, optimized=False)
-    return loaded if len(whole) == 2 else lax.broadcast_in_dim(loaded, shape, whole)
+    def _load(self, ref: Any, example: Any, head: Any, q_start: Any, k_start: Any, shape: Any, q_axis: int) -> Any:
+        """A tile, [queries, keys] or the other way round."""
+        starts = (q_start, k_start) if q_axis == 0 else (k_start, q_start)
+        whole = [axis for axis in (0, 1) if ref.shape[2 + axis] > 1]
+        window = (pl.ds(starts[axis], shape[axis]) if axis in whole else 0 for axis in (0, 1))
+        at = ref.at[(_shared(ref, 0, example), _shared(ref, 1, head), *window)]
+        if not whole:
+            return lax.broadcast_in_dim(at[...], shape, [])
+        layout = self.layout if len(whole) == 2 else self.layout.reduce(1 - whole[0])
+        loaded = plgpu.load(at, layout=layout, optimized=False)
+        return loaded if len(whole) == 2 else lax.broadcast_in_dim(loaded, shape, whole)
 
 
 def _shared(ref: Any, axis: int, index: Any) -> Any:

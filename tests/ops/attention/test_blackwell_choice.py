@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import fast_layers
-from fast_layers import masks
 from fast_layers.arch import Arch
 from fast_layers.dispatch import choose
 from fast_layers.ops.attention import api, blackwell_call
@@ -46,11 +46,20 @@ def test_taken_by_name_only(pass_, capability):
 
 REFUSALS = {
     "float32": ({"dtype": jnp.float32}, "forward", "takes bfloat16 and float16, got float32"),
-    "bias": ({"bias": jnp.zeros((1, 2, 512, 512), jnp.bfloat16)}, "forward", "takes no bias"),
-    "dense mask": ({"mask": masks.Dense(jnp.ones((1, 1, 512, 512), bool))}, "forward", "takes no dense mask"),
-    "too deep": ({"qk_dim": 264}, "forward", "takes depths up to 256, got 264 and 264"),
+    "bias": ({"bias": jnp.zeros((1, 2, 512, 512), jnp.float8_e4m3fn)}, "backward", "takes a bias in bfloat16, float16"),
+    "scale": ({"scale": 0.0}, "backward", "needs a scale > 0, got 0"),
+    "too deep": ({"qk_dim": 264}, "forward", "the forward kernel takes depths up to 256, got 264 and 264"),
     "no room": ({"qk_dim": 240, "v_dim": 256}, "forward", "depths 240 and 256 do not fit in shared memory together"),
 }
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_takes_what_each_score_may_have(pass_):
+    query = jnp.zeros((1, 512, 2, 64), jnp.bfloat16)
+    bias, mask = jnp.zeros((1, 2, 512, 512)), jnp.ones((512, 512), bool)
+    rng = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+    inputs, aux, given, _ = api._prepare(query, query, query, bias, mask, **rng)
+    assert blackwell_call.supports(given.problem(inputs, aux), B200, pass_) is None
 
 
 @pytest.mark.parametrize("name", REFUSALS)

@@ -20,7 +20,7 @@ import fast_layers
 from fast_layers.arch import Arch
 from fast_layers.dispatch import PASSES, choose
 from fast_layers.kernel_parts import automatic_axes
-from fast_layers.ops.attention import api, hopper_call, masks
+from fast_layers.ops.attention import api, hopper_call, kernel_call, masks
 from fast_layers.ops.attention.problem import Problem
 
 H100, H200 = Arch("cuda", "NVIDIA H100 80GB HBM3", (9, 0)), Arch("cuda", "NVIDIA H200", (9, 0))
@@ -98,7 +98,8 @@ def test_takes_both_passes_before_any_other_backend(options, arch):
 @pytest.mark.parametrize("options", DEEP.values(), ids=DEEP)
 def test_takes_each_pass_up_to_its_depth(options):
     problem = _problem(**options)
-    for pass_, deepest in zip(PASSES, (hopper_call.MAX_DEPTH, hopper_call.MAX_BACKWARD_DEPTH), strict=True):
+    deepest = kernel_call.MAX_DEPTH
+    for pass_ in PASSES:
         chosen = choose(api.BACKENDS, problem, H200, pass_).backend.name
         if max(problem.qk_dim, problem.v_dim) <= deepest:
             assert hopper_call.supports(problem, H200, pass_) is None
