@@ -25,8 +25,11 @@ def attention(backend):
     return call
 
 
-def mlp(x, w_up, w_down):
-    return fast_layers.mlp(x, w_up, w_down, b_up=w_up[0], implementation="hopper")
+def mlp(backend):
+    def call(x, w_up, w_down):
+        return fast_layers.mlp(x, w_up, w_down, b_up=w_up[0], implementation=backend)
+
+    return call
 
 
 def ssd(x, a):
@@ -39,7 +42,8 @@ def ssd(x, a):
 KERNELS = {
     "attention on Hopper": (attention("hopper"), H200, ()),
     "attention on Blackwell": (attention("blackwell"), B200, ()),
-    "mlp on Hopper": (mlp, H200, ((64, 128), (128, 64))),
+    "mlp on Hopper": (mlp("hopper"), H200, ((64, 128), (128, 64))),
+    "mlp on Blackwell": (mlp("blackwell"), B200, ((64, 128), (128, 64))),
     "ssd on Hopper": (ssd, H200, ((2,),)),
 }
 

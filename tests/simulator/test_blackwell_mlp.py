@@ -23,12 +23,12 @@ GATED = (True, False)
 
 # Sizes with tails in every dimension, and more steps than three rounds of the ring.
 CASES = {
-    "plain": Launch(200, 72, 456, ALONE, Plain((True,))),
     "backward, gated": Launch(130, 72, 136, ONE_WG, Differentiate("gelu", (True, True)), b_turned=True),
-    "a pair, both turned": Launch(300, 136, 450, PAIR, a_turned=True, b_turned=True),
+    "a pair, both turned": Launch(264, 136, 264, PAIR, a_turned=True, b_turned=True),
     "a pair, gated": Launch(130, 72, 136, PAIR_OF_TWO, Activate("gelu_tanh", GATED)),
 }
 MORE = {
+    "plain": Launch(200, 72, 456, ALONE, Plain((True,))),
     "A turned": Launch(72, 136, 450, ONE_WG, a_turned=True),
     "B turned": Launch(130, 72, 456, ALONE, b_turned=True),
     "both turned": Launch(200, 72, 130, ALONE, a_turned=True, b_turned=True),
@@ -45,7 +45,7 @@ MORE = {
     "a pair, two terms": Launch(130, 72, 200, PAIR, b_turned=True, terms=2),
     "a pair, backward, gated": Launch(300, 136, 136, PAIR, Differentiate("silu", (False, True)), b_turned=True),
     "float16": Launch(70, 72, 136, ALONE, Activate("gelu_tanh", GATED), dtype=jnp.float16),
-    "wide": Launch(200, 264, 136, BlackwellMatmulTiles(256, collective=False, piece=64)),
+    "wide": Launch(200, 264, 136, BlackwellMatmulTiles(256, 3, collective=False, piece=64)),
     "a wide pair": Launch(264, 264, 136, BlackwellMatmulTiles(256, 5), Activate("gelu", (True,))),
     "a wide pair, gated": Launch(264, 136, 136, BlackwellMatmulTiles(128), Activate("silu", GATED)),
     "a wide pair, backward": Launch(264, 264, 136, BlackwellMatmulTiles(256, 3), Differentiate("silu", (True,))),
@@ -75,7 +75,13 @@ def _one_block(launch):
     return "BLACKWELL_SMS", launch.tiles.ranks
 
 
-@pytest.mark.parametrize("name", SEVERAL_TILES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("forward", "a gated pair") else pytest.mark.exhaustive)
+        for name in SEVERAL_TILES
+    ],
+)
 def test_blocks_that_take_several_tiles(name):
     launch, stand_in = SEVERAL_TILES[name], BlackwellSlip()
     with changed(launch.kernel, stand_in, _one_block(launch)):
@@ -86,7 +92,7 @@ def test_blocks_that_take_several_tiles(name):
 
 # (launch, what is changed, what the report then says, if that does not depend on who comes first)
 FAULTS = {
-    "operands not awaited": (FORWARD, BlackwellSlip("barrier_wait ready"), "read of SMEM"),
+    "operands not awaited": (FORWARD, BlackwellSlip("barrier_wait ready"), ""),
     "operands overwritten": (FORWARD, BlackwellSlip("barrier_wait consumed"), "write of SMEM"),
     "operands freed in flight": (FORWARD, BlackwellSlip(freed_early="consumed"), "SMEM"),
     "operands never freed": (FORWARD, BlackwellSlip("tcgen05_commit_arrive consumed"), ""),

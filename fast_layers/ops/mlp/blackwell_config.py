@@ -76,12 +76,12 @@ class BlackwellMatmulTiles:
     @property
     def epilogue_registers(self) -> int:
         """Per thread, as the other: what a block is launched with, dealt out anew in steps of 8."""
-        return {1: 248, 2: 216}[self.epilogue_wgs]
+        return {1: 248, 2: 184}[self.epilogue_wgs]
 
     @property
     def issue_registers(self) -> int:
-        """Of the warpgroup whose warps load and multiply."""
-        return {1: 248, 2: 72}[self.epilogue_wgs]
+        """Of the two warpgroups that load and multiply."""
+        return {1: 128, 2: 72}[self.epilogue_wgs]
 
     def block_columns(self, products: int) -> int:
         """Of what stands on the right, in one block's shared memory."""

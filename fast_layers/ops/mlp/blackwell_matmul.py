@@ -2,13 +2,13 @@
 
 Axis letters: R rows, C columns, K what is contracted.
 
-    load warp                        matmul warp                              each epilogue warpgroup, on its columns
-    ---------                        -----------                              ---------------------------------------
-    A(k), B(k) -> ready(k)           products += A(k) B(k)                    waits products_ready
-                  waits consumed(k)    needs ready(k)      -> consumed(k)     products -> registers -> products_read
-                                       after the last k    -> products_ready  `piece` columns at a time: what it reads
-                                       before the first k: waits              came by TMA before, what it writes goes
-                                         products_read of two tiles ago       out by TMA during the next piece
+    load warpgroup               matmul warpgroup                         each epilogue warpgroup, on its columns
+    --------------               ----------------                         ---------------------------------------
+    A(k), B(k) -> ready(k)       products += A(k) B(k)                    waits products_ready
+              waits consumed(k)    needs ready(k)      -> consumed(k)     products -> registers -> products_read
+                                   after the last k    -> products_ready  `piece` columns at a time: what it reads came
+                                   before the first k: waits              by TMA before, what it writes goes out by TMA
+                                     products_read of two tiles ago       during the next piece
 
 Blocks are persistent. Tensor memory holds the products of two tiles: the epilogue of one runs under the matmuls of the
 next, and the ring of operands knows no tiles.
@@ -58,7 +58,6 @@ from fast_layers.ops.mlp.matmul import (
 STAGED: Any = plgpu.Layout.TCGEN05
 """Four threads share a row: what goes to shared memory without bank conflicts."""
 BY_COLUMN = STAGED.reduce(0)
-LOAD_WARP, MULTIPLY_WARP = 0, 1
 
 
 def multiply(m: Matmul, operands: Operands, tiles: BlackwellMatmulTiles | None = None) -> Results:
@@ -103,22 +102,19 @@ def _launch(tiles: BlackwellMatmulTiles, m: Matmul, operands: Operands) -> tuple
             row_tile, column_tile = tile_at(turn * clusters + first, row_tiles, column_tiles, tiles.row_group)
             return _Place(row_tile * tiles.tile_rows, column_tile * columns)
 
+        # Warpgroups, where warps would do: inside shard_map a warp's code may not see operands that vary over the mesh.
         @pl.when(warpgroup == tiles.epilogue_wgs)
-        def _issue():
+        def _load():
             plgpu.set_max_registers(tiles.issue_registers, action="decrease")
+            lax.fori_loop(0, turns, lambda turn, _: load(inputs, s, rank, place(turn), turn), None)
+            # Blocks of a cluster free each other's slots, and must not end before that.
+            each_of_last(stages, turns * steps, lambda step: s.consumed.at[lax.rem(step, stages)])
 
-            @plgpu.warp_map
-            def _by_warp(warp):
-                @pl.when(warp == LOAD_WARP)
-                def _load():
-                    lax.fori_loop(0, turns, lambda turn, _: load(inputs, s, rank, place(turn), turn), None)
-                    # Blocks of a cluster free each other's slots, and must not end before that.
-                    each_of_last(stages, turns * steps, lambda step: s.consumed.at[lax.rem(step, stages)])
-
-                @pl.when(warp == MULTIPLY_WARP)
-                def _multiply():
-                    lax.fori_loop(0, turns, lambda turn, _: multiply_tile(s, rank, turn), None)
-                    each_of_last(BUFFERS, turns, lambda turn: s.products_read.at[lax.rem(turn, BUFFERS)])
+        @pl.when(warpgroup == tiles.epilogue_wgs + 1)
+        def _multiply():
+            plgpu.set_max_registers(tiles.issue_registers, action="decrease")
+            lax.fori_loop(0, turns, lambda turn, _: multiply_tile(s, rank, turn), None)
+            each_of_last(BUFFERS, turns, lambda turn: s.products_read.at[lax.rem(turn, BUFFERS)])
 
         @pl.when(warpgroup < tiles.epilogue_wgs)
         def _finish():
@@ -290,7 +286,7 @@ def _launch(tiles: BlackwellMatmulTiles, m: Matmul, operands: Operands) -> tuple
         grid=(clusters,),
         grid_names=("cluster",),
         **pair,
-        num_threads=tiles.epilogue_wgs + 1,
+        num_threads=tiles.epilogue_wgs + 2,
         thread_name="warpgroup",
         scratch_types=scratch,
         # The GPU's own tanh is good for 11 bits, of which bfloat16 keeps 8. Sums over rows need no scratch.
