@@ -1,4 +1,4 @@
-"""Everything in this folder is marked `gpu`, and skipped where there is no NVIDIA GPU."""
+"""Everything in this folder is marked `gpu`, skipped where there is no NVIDIA GPU, and run on the first of several."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from fast_layers.arch import Arch
+from fast_layers.kernel_parts import automatic_axes
 
 REASON = "no NVIDIA GPU"
 
@@ -22,3 +23,10 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.gpu)
         if not present:
             item.add_marker(pytest.mark.skip(reason=REASON))
+
+
+@pytest.fixture(autouse=True)
+def _on_one_device():
+    """Beside other GPUs and without a mesh, XLA might split a call, which kernels refuse."""
+    with automatic_axes.on_one_device():
+        yield

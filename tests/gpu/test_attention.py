@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import refusals
 
 import fast_layers
 from fast_layers.arch import lowering_targets
@@ -32,8 +33,10 @@ ALWAYS_SAME_ORDER = "--xla_gpu_deterministic_ops" in os.environ.get("XLA_FLAGS",
 def test_parity(backend, case):
     table = check_parity(backends=[backend], cases=[case])
     assert table.ok, f"\n{table}"
-    if all(row.refusal is not None for row in table.rows):
-        pytest.skip("; ".join(sorted({f"{row.pass_}: {row.refusal}" for row in table.refusals})))
+    reasons = [row.refusal for row in table.refusals]
+    refusals.check(backend, lowering_targets()[0], reasons)
+    if len(reasons) == len(table.rows):
+        refusals.skip(backend, lowering_targets()[0], reasons)
 
 
 @pytest.mark.parametrize("length", [128, 129, 1000, 2048])
@@ -45,18 +48,16 @@ def test_twenty_runs_give_the_same_bits(backend, is_causal, depth, length):
     rng = np.random.default_rng(0)
     query, d_out = (jnp.asarray(rng.normal(size=(2, length, 8, depth)), jnp.bfloat16) for _ in range(2))
     key, value = (jnp.asarray(rng.normal(size=(2, length, 2, depth)), jnp.bfloat16) for _ in range(2))
-    refusals = _refusals(backend, query, key, value, is_causal=is_causal)
-    if refusals["forward"]:
-        pytest.skip(refusals["forward"])
+    refused = _refused(backend, query, key, value, is_causal=is_causal)
     if backend == "cudnn" and not ALWAYS_SAME_ORDER:
-        refusals["backward"] = "cuDNN's backward repeats its bits only with XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+        refused["backward"] = "cuDNN's backward repeats its bits only with XLA_FLAGS=--xla_gpu_deterministic_ops=true"
 
     @jax.jit
     def call(query, key, value, d_out):
         def op(*operands):
             return fast_layers.dot_product_attention(*operands, is_causal=is_causal, implementation=backend)
 
-        if refusals["backward"]:
+        if refused["backward"]:
             return op(query, key, value), ()
         out, pull = jax.vjp(op, query, key, value)
         return out, pull(d_out)
@@ -92,9 +93,9 @@ def test_twenty_runs_with_something_for_each_score_give_the_same_bits(options, d
         given["mask"] = jnp.asarray(rng.random((2, 1, length, length)) < 0.7)
     if "dropout_rate" in given:
         given["dropout_rng"] = jax.random.key(0)
-    refusals = _refusals("hopper", query, key, value, **given)
-    if any(refusals.values()):
-        pytest.skip(str(refusals))
+    refused = _refused("hopper", query, key, value, **given)
+    if refused["backward"]:
+        refusals.skip("hopper", lowering_targets()[0], [refused["backward"]])
 
     @jax.jit
     def call(query, key, value, bias, d_out):
@@ -111,13 +112,18 @@ def test_twenty_runs_with_something_for_each_score_give_the_same_bits(options, d
     assert all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(first))
 
 
-def _refusals(name, query, key, value, **options):
+def _refused(name, query, key, value, **options):
+    """By pass. Skips if the forward is refused."""
     explained = fast_layers.explain(
         lambda *x: fast_layers.dot_product_attention(*x, implementation="reference", **options), query, key, value
     )
     (backend,) = (backend for backend in BACKENDS if backend.name == name)
     problem, arch = explained.plans[0].problem, lowering_targets()[0]
-    return {pass_: backend.supports(problem, arch, pass_) for pass_ in PASSES}
+    refused = {pass_: backend.supports(problem, arch, pass_) for pass_ in PASSES}
+    refusals.check(name, arch, refused.values())
+    if refused["forward"]:
+        refusals.skip(name, arch, [refused["forward"]])
+    return refused
 
 
 LENGTHS = np.array([200, 77], np.int32)
@@ -137,10 +143,8 @@ def test_what_stands_in_the_padding_does_not_matter(backend, options, poison):
     """Bit for bit the same as with zeros there, in values and gradients (all but the padded queries' own inputs)."""
     rng = np.random.default_rng(0)
     query, key, value, d_out = (jnp.asarray(rng.normal(size=(2, 300, 4, 64)), jnp.float16) for _ in range(4))
-    refusals = _refusals(backend, query, key, value, **options)
-    if refusals["forward"]:
-        pytest.skip(refusals["forward"])
-    backward = None if refusals["backward"] or (backend == "cudnn" and not ALWAYS_SAME_ORDER) else backend
+    refused = _refused(backend, query, key, value, **options)
+    backward = None if refused["backward"] or (backend == "cudnn" and not ALWAYS_SAME_ORDER) else backend
 
     @jax.jit
     def call(query, key, value):

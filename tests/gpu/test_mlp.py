@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import refusals
 from ops.mlp import oracle
 from ops.mlp.cases import Case, build, runner
 
+from fast_layers.arch import lowering_targets
 from fast_layers.ops.mlp.activations import ACTIVATIONS
 from fast_layers.ops.mlp.backends import BACKENDS
 from fast_layers.testing.closeness import assert_bitwise_equal, assert_close_over_draws
@@ -84,4 +86,4 @@ def test_twenty_runs_give_the_same_bits(backend, case):
 def _skip_if_refused(backend, case, dtype):
     small = build(dataclasses.replace(case, leading=(1,)), dtype)
     if refusal := small.refusal(backend):
-        pytest.skip(refusal)
+        refusals.skip(backend, lowering_targets()[0], [refusal])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import refusals
 from ops.ssd.cases import Case, build, runner
 
 import fast_layers
@@ -45,9 +46,9 @@ def _skip_if_refused(name, case, dtype):
     (plan,) = fast_layers.explain(lambda *o: fast_layers.ssd(*o), *built.operands[:5]).plans
     (backend,) = (backend for backend in BACKENDS if backend.name == name)
     arch = lowering_targets()[0]
-    reasons = (backend.supports(plan.problem, arch, pass_) for pass_ in PASSES)
-    if reason := next(filter(None, reasons), None):
-        pytest.skip(reason)
+    reasons = [backend.supports(plan.problem, arch, pass_) for pass_ in PASSES]
+    if any(reasons):
+        refusals.skip(name, arch, reasons)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])

@@ -1,0 +1,31 @@
+"""What a kernel may refuse on its own GPU: a test that meets any other refusal there fails, and is not skipped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NoReturn
+
+import pytest
+
+from fast_layers.arch import Arch
+
+OWN_GPUS = {"hopper": {(9, 0)}, "blackwell": {(10, 0), (10, 3)}}
+# The limits that the docs name, as they read in a refusal. cuDNN's depend on its version, and are not held to them.
+DOCUMENTED = ("takes features in multiples of 8", "takes heads of 32, 64, 128 channels", "works in chunks of ")
+
+
+def check(backend: str, arch: Arch, refusals: Iterable[str | None]) -> None:
+    """Fail for a refusal that is not documented, of a backend whose GPU is here."""
+    if arch.capability not in OWN_GPUS.get(backend, ()):
+        return
+    for reason in filter(None, refusals):
+        if not any(re.match(limit, reason) for limit in DOCUMENTED):
+            pytest.fail(f"{backend} must take this on {arch}, and refuses: {reason}", pytrace=False)
+
+
+def skip(backend: str, arch: Arch, refusals: Iterable[str | None]) -> NoReturn:
+    """Skip with the reasons, if `check` lets them pass."""
+    reasons = list(dict.fromkeys(filter(None, refusals)))
+    check(backend, arch, reasons)
+    pytest.skip("; ".join(reasons))
