@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import model
@@ -36,10 +36,14 @@ def summed_loss(graphdef: nnx.GraphDef, params: nnx.State, batch: Batch) -> jax.
 
 
 class Trainer:
-    """The training step of a Config on all devices: rows are split, parameters are replicated."""
+    """The training step of a Config on all devices: rows are split, parameters are replicated.
 
-    def __init__(self, config: Config):
-        self._mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    A `mesh` of one axis, of devices or abstract, stands for other devices than those that are here.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh | AbstractMesh | None = None):
+        self._mesh = mesh or jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+        (self._axis,) = self._mesh.axis_names
         if config.batch_size // config.accumulate % self._mesh.size:
             raise UserError(
                 f"--batch-size {config.batch_size} / --accumulate {config.accumulate} gives "
@@ -48,7 +52,7 @@ class Trainer:
             )
         self.config = config
         self._replicated = NamedSharding(self._mesh, P())
-        self._rows_split = NamedSharding(self._mesh, P(None, "data"))
+        self._rows_split = NamedSharding(self._mesh, P(None, self._axis))
         self._graphdef = nnx.split(nnx.eval_shape(lambda: model.create(config)))[0]
         self._schedule = optax.warmup_cosine_decay_schedule(
             init_value=config.learning_rate / 10,
@@ -99,7 +103,7 @@ class Trainer:
         # rules. The check is off because it would make jax.grad sum over devices by itself, once per
         # micro-batch; once is enough.
         @functools.partial(
-            jax.shard_map, mesh=self._mesh, in_specs=(P(), P(None, "data")), out_specs=P(), check_vma=False
+            jax.shard_map, mesh=self._mesh, in_specs=(P(), P(None, self._axis)), out_specs=P(), check_vma=False
         )
         def sums(params, batch):
             def add(total, micro_batch):
@@ -107,7 +111,7 @@ class Trainer:
                 return jax.tree.map(jnp.add, total, one), None
 
             zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-            return jax.lax.psum(jax.lax.scan(add, zeros, batch)[0], "data")
+            return jax.lax.psum(jax.lax.scan(add, zeros, batch)[0], self._axis)
 
         # A batch of one-byte documents predicts nothing; its loss and gradient are 0.
         predicted = jnp.maximum(jnp.sum(batch["weights"]), 1)
@@ -115,7 +119,7 @@ class Trainer:
 
     def compile(self, state: TrainState, batch: Batch) -> None:
         """Compiles ahead of the first step, so that no step's speed includes it."""
-        step = jax.jit(self._step, donate_argnums=0, out_shardings=self._replicated)
+        step = jax.jit(self.update, donate_argnums=0, out_shardings=self._replicated)
         self._compiled = step.lower(state, batch).compile()
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -125,7 +129,8 @@ class Trainer:
         assert self._compiled is not None
         return self._compiled(state, batch)
 
-    def _step(self, state: TrainState, batch: Batch):
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """What `step` compiles."""
         loss, grads = self.loss_and_grads(state.params, batch)
         updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)

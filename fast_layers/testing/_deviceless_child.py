@@ -84,7 +84,13 @@ def _compile(gpu: str, target: Target, pickled: bytes, folder: Path) -> CompileR
         # Whatever the function or the compiler objects to is the result.
         return CompileReport(gpu, failure=f"{type(error).__name__}: {error}")
     memory = compiled.memory_analysis()
-    return CompileReport(gpu, kernels, temp_bytes=memory.temp_size_in_bytes)
+    return CompileReport(
+        gpu,
+        kernels,
+        temp_bytes=memory.temp_size_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        result_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    )
 
 
 def _lower_and_compile(target: Target, job: Compilation) -> Any:
@@ -98,7 +104,8 @@ def _lower_and_compile(target: Target, job: Compilation) -> Any:
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), job.shapes)
     fn = _import(job.fn) if isinstance(job.fn, str) else job.fn
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=device)):
-        return jax.jit(lambda *args: fn(*args, **job.static)).lower(*args).compile()
+        call = jax.jit(lambda *args: fn(*args, **job.static), donate_argnums=job.donated)
+        return call.lower(*args).compile()
 
 
 def _import(reference: str) -> Any:

@@ -30,11 +30,14 @@ class Compilation:
     """A function and what to compile it for, as `compile_for` takes them; for `compile_all_for`.
 
     `Compilation("package.module:function", (x, y), {"tile": 64})`
+
+    `donated` are positions in `shapes` whose memory the results may take, as jit's `donate_argnums`.
     """
 
     fn: Callable[..., Any] | str
     shapes: tuple[Any, ...]
     static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    donated: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +103,8 @@ class CompileReport:
       gpu: as `compile_for` was asked.
       kernels: each different Mosaic-GPU kernel in the function once; what XLA makes itself is not among them.
       temp_bytes: memory that XLA allots besides arguments and results.
+      argument_bytes: memory of the arguments.
+      result_bytes: memory of the results that take over none of an argument that is donated.
       failure: why there is no result, or None.
       seconds: wall time.
     """
@@ -107,6 +112,8 @@ class CompileReport:
     gpu: str
     kernels: tuple[KernelReport, ...] = ()
     temp_bytes: int = 0
+    argument_bytes: int = 0
+    result_bytes: int = 0
     failure: str | None = None
     seconds: float = 0.0
 
@@ -219,7 +226,7 @@ def _pickled(job: Compilation) -> bytes:
         raise ValueError(f"{fn.__qualname__} is defined in the program that runs: move it into a module of its own")
     shapes = jax.tree.map(abstract, tuple(job.shapes))
     try:
-        return pickle.dumps(Compilation(fn, shapes, static))
+        return pickle.dumps(Compilation(fn, shapes, static, job.donated))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"another process must be able to import {fn!r} and to read {static!r}, and cannot: {error}. Define the "
