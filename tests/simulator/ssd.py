@@ -1,4 +1,4 @@
-"""The Hopper scan in the simulator, as it is and with one thing changed."""
+"""The Hopper scan in the simulator, both passes, as they are and with one thing changed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 from ops.ssd.cases import Built, Case, build
 
-from fast_layers.ops.ssd import api, check, hopper_fwd, xla
-from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, documents
-from fast_layers.testing import Simulation, simulate
+from fast_layers.ops.ssd import api, check, hopper_bwd, hopper_fwd, hopper_states, xla
+from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, Scanned, documents
+from fast_layers.testing import Simulation, _parity_ssd, simulate
 from simulator.attention import StandIn
 
 
@@ -32,15 +32,27 @@ def simulated(case: Case, dtype: Any = jnp.bfloat16, tiles: Any = None, draw: in
     return built, simulate(lambda inputs, aux: hopper_fwd.scan(problem, inputs, aux, tiles), inputs, aux)
 
 
+def simulated_grad(
+    case: Case, dtype: Any = jnp.bfloat16, draw: int = 0, timeout: float = 120.0, **tiles: Any
+) -> tuple[Built, Simulation]:
+    built = build(case, dtype, draw)
+    problem, inputs, aux = problem_of(built)
+
+    def grad(inputs, aux, *cotangents):
+        return hopper_bwd.scan_grad(problem, Residuals(inputs, aux), *cotangents, **tiles)
+
+    return built, simulate(grad, inputs, aux, built.d_out, built.d_final, timeout=timeout)
+
+
 @contextlib.contextmanager
-def changed(stand_in: StandIn, *patches: tuple[Any, str, Any]) -> Iterator[StandIn]:
-    """The kernel traced anew with `stand_in` for `plgpu`, and attributes replaced."""
-    kernel: Any = hopper_fwd
+def changed(stand_in: StandIn, *patches: tuple[Any, str, Any], kernel: Any = hopper_fwd) -> Iterator[StandIn]:
+    """The kernel of this module traced anew with `stand_in` for `plgpu`, and attributes replaced."""
     with pytest.MonkeyPatch.context() as patch:
-        # Without its jit, which would give back what was traced before.
-        patch.setattr(hopper_fwd, "_launch", kernel._launch.__wrapped__)
-        patch.setattr(hopper_fwd, "plgpu", stand_in)
-        patch.setattr(hopper_fwd, "_Scratch", stand_in.recording(hopper_fwd._Scratch))
+        for module in (hopper_fwd, hopper_states, hopper_bwd):
+            # Without its jit, which would give back what was traced before.
+            patch.setattr(module, "_launch", module._launch.__wrapped__)
+        patch.setattr(kernel, "plgpu", stand_in)
+        patch.setattr(kernel, "_Scratch", stand_in.recording(kernel._Scratch))
         for target, name, value in patches:
             patch.setattr(target, name, value)
         yield stand_in
@@ -51,3 +63,12 @@ def plain(built: Built) -> tuple[Any, Any]:
     problem, inputs, aux = problem_of(built)
     with jax.default_matmul_precision("highest"):
         return tuple(xla._forward(problem, problem.dtype, inputs, aux))
+
+
+def plain_grads(built: Built) -> tuple[Inputs, Inputs]:
+    """Of the chunked form; and, by JAX, of all pairs of tokens at once, where what comes back is rounded as well."""
+    problem, inputs, aux = problem_of(built)
+    with jax.default_matmul_precision("highest"):
+        chunked = xla._backward(problem, problem.dtype, Residuals(inputs, aux), built.d_out, built.d_final)
+    _, pull = jax.vjp(lambda inputs: _parity_ssd._plain(problem, inputs, aux), inputs)
+    return chunked, pull(Scanned(built.d_out, built.d_final))[0]

@@ -52,6 +52,31 @@ def test_case(name):
     assert_close_over_draws(make, f"{name}: ", draws=1)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("case", "splits"),
+    [
+        (_case(length=180, D="head", z=True, segments="rows", initial_state=True), 3),
+        (_case(length=256, batch=2, A="near 0"), 2),
+    ],
+    ids=["everything", "forgetting slowly"],
+)
+def test_split_sequence(case, splits):
+    tiles = HopperForwardTiles(2, 2, splits=splits)
+
+    def make(draw):
+        built, simulation = simulated(case, tiles=tiles, draw=draw)
+        want = built.oracle()
+        return tuple(simulation.check()), (want.out, want.final_state), plain(built)
+
+    assert_close_over_draws(make, draws=1)
+
+
+def test_splits_must_divide_the_chunks():
+    with pytest.raises(ValueError, match="splits=2 must divide the 3 chunks"):
+        simulated(_case(length=190), tiles=HopperForwardTiles(2, splits=2))
+
+
 def test_float16():
     built, simulation = simulated(CASES["documents"], jnp.float16)
     want = built.oracle()

@@ -13,6 +13,12 @@ ROWS = 64
 HEAD_DIMS = (32, 64, 128)
 STATE_DIMS = (16, 32, 64, 128)
 _DEEPEST_RING = 4
+_MULTIPROCESSORS = 132
+"""Of an H100 (SXM) and an H200."""
+_WANTED_BLOCKS = 2 * _MULTIPROCESSORS
+"""Of the backward's second kernel: of fewer, the last ones' time would count."""
+_FEWEST_CHUNKS = 8
+"""Of a split of the sequence."""
 
 
 def panels(head_dim: int) -> int:
@@ -28,12 +34,15 @@ def padded_state(state_dim: int) -> int:
 @dataclasses.dataclass(frozen=True)
 class HopperForwardTiles:
     """The forward kernel's shape: `compute_wgs` warpgroups, each with a panel of 64 channels of one head and all heads
-    of one group, and `stages` chunks on their way from memory."""
+    of one group, `stages` chunks on their way from memory, and the sequence in `splits` with blocks of their own."""
 
     compute_wgs: int
     stages: int = 2
+    splits: int = 1
 
     def __post_init__(self):
+        if self.splits < 1:
+            raise ValueError(f"{self.splits=} must be at least 1")
         if self.compute_wgs not in (1, 2):
             raise ValueError(f"{self.compute_wgs=} must be 1 or 2: a third would leave too few registers for the state")
         if self.stages < 2:
@@ -63,5 +72,81 @@ class HopperForwardTiles:
         p = problem
         even = p.heads_per_group * panels(p.head_dim) % 2 == 0
         choices = [(wgs, stages) for wgs in ((2, 1) if even else (1,)) for stages in range(_DEEPEST_RING, 1, -1)]
-        fitting = (cls(*choice) for choice in choices)
+        fitting = (cls(wgs, stages, _splits(p, wgs, sweeps=1)) for wgs, stages in choices)
         return next(tiles for tiles in fitting if tiles.smem_bytes(p.state_dim, p.gated) <= HOPPER_SMEM_BYTES)
+
+
+def _splits(p: Problem, wgs: int, sweeps: int) -> int:
+    """As many as there are multiprocessors for, of a few chunks at least, since all but the products within chunks is
+    done twice. They are alike, so that no token needs to be added."""
+    chunks = -(-p.length // ROWS)
+    blocks = sweeps * p.batch * p.heads * panels(p.head_dim) // wgs
+    most = min(_MULTIPROCESSORS // blocks, chunks // _FEWEST_CHUNKS)
+    return max(n for n in range(1, max(most, 1) + 1) if chunks % n == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperStateTiles:
+    """The shape of the kernel of the states between chunks: as the forward's, with less to hold."""
+
+    compute_wgs: int
+    stages: int = 2
+    splits: int = 1
+
+    def __post_init__(self):
+        if self.splits < 1:
+            raise ValueError(f"{self.splits=} must be at least 1")
+        if self.compute_wgs not in (1, 2):
+            raise ValueError(f"{self.compute_wgs=} must be 1 or 2: a third would leave too few registers for the state")
+        if self.stages < 2:
+            raise ValueError(f"{self.stages=} must be at least 2, or nothing is loaded while a chunk is computed")
+
+    compute_registers = HopperForwardTiles.compute_registers
+    load_registers = HopperForwardTiles.load_registers
+
+    def smem_bytes(self, state_dim: int) -> int:
+        """As `HopperForwardTiles.smem_bytes`."""
+        state_dim = padded_state(state_dim)
+        stage = ROWS * (state_dim + self.compute_wgs * ROWS)
+        kept = self.compute_wgs * ROWS * (state_dim + ROWS)
+        return 2 * (self.stages * stage + kept) + (8 << 10)
+
+    @classmethod
+    def of(cls, problem: Problem) -> HopperStateTiles:
+        """Two warpgroups where a group's panels are even; the deepest ring fits."""
+        wgs = 2 if problem.heads_per_group * panels(problem.head_dim) % 2 == 0 else 1
+        return cls(wgs, _DEEPEST_RING, _splits(problem, wgs, sweeps=2))
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperBackwardTiles:
+    """The backward kernel's shape: `stages` panels on their way from memory, and a group's panels in `slices`, each
+    with a block, and its share of the gradients of B and C, of its own."""
+
+    stages: int = 2
+    slices: int = 1
+
+    def __post_init__(self):
+        if self.stages < 2:
+            raise ValueError(f"{self.stages=} must be at least 2, or nothing is loaded while a panel is computed")
+        if self.slices < 1:
+            raise ValueError(f"{self.slices=} must be at least 1")
+
+    def smem_bytes(self, state_dim: int, gated: bool) -> int:
+        """Of 16-bit tiles; factors, sums and barriers take less than the last 8 KiB."""
+        state_dim = padded_state(state_dim)
+        stage = ROWS * (2 * ROWS + 2 * state_dim)
+        kept = ROWS * (2 * state_dim + (9 + gated) * ROWS)
+        return 2 * (self.stages * stage + kept) + (8 << 10)
+
+    @classmethod
+    def of(cls, problem: Problem) -> HopperBackwardTiles:
+        """As deep a ring as fits. As few slices as give each multiprocessor some blocks, since each writes sums of its
+        own for XLA to add."""
+        p = problem
+        rings = (cls(stages) for stages in range(_DEEPEST_RING, 1, -1))
+        fitting = next(tiles for tiles in rings if tiles.smem_bytes(p.state_dim, p.gated) <= HOPPER_SMEM_BYTES)
+        units = p.heads_per_group * panels(p.head_dim)
+        blocks = p.batch * -(-p.length // ROWS) * p.groups
+        slices = (n for n in range(1, units + 1) if units % n == 0 and (n * blocks >= _WANTED_BLOCKS or n == units))
+        return cls(fitting.stages, next(slices))

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 
 from fast_layers.arch import Arch
 from fast_layers.kernel_parts import automatic_axes
-from fast_layers.ops.ssd import xla
 from fast_layers.ops.ssd.config import HEAD_DIMS, ROWS, STATE_DIMS, padded_state, panels
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, Scanned, step_sizes
 
@@ -60,8 +59,9 @@ def forward(problem: Problem, inputs: Inputs, aux: Aux) -> Scanned:
 
 
 def backward(problem: Problem, residuals: Residuals, d_out: Array, d_final_state: Array) -> Inputs:
-    """There is no kernel for it yet: the xla backend's, whose residuals are the operands as well."""
-    return xla.backward(problem, residuals, d_out, d_final_state)
+    from fast_layers.ops.ssd import hopper_bwd
+
+    return hopper_bwd.scan_grad(problem, residuals, d_out, d_final_state)
 
 
 class Operands(NamedTuple):
@@ -91,10 +91,6 @@ def operands_of(p: Problem, inputs: Inputs, aux: Aux) -> Operands:
     if inputs.D is not None:
         by_channel = jnp.broadcast_to(inputs.D.astype(jnp.float32).reshape(p.heads, -1), (p.heads, p.head_dim))
         D = jnp.broadcast_to(panels_of(by_channel), (p.batch, p.heads * panels(p.head_dim), ROWS))
-    state = None
-    if inputs.initial_state is not None:
-        state = inputs.initial_state.astype(jnp.float32)
-        state = _pad_state(_pad(state, -p.head_dim % ROWS, 2)).reshape(p.batch, -1, ROWS, padded_state(p.state_dim))
     return Operands(
         x=for_tma(panels_of(inputs.x), ROWS),
         B=for_tma(_pad_state(inputs.B), ROWS),
@@ -103,7 +99,7 @@ def operands_of(p: Problem, inputs: Inputs, aux: Aux) -> Operands:
         first=first,
         D=D,
         z=None if inputs.z is None else for_tma(panels_of(inputs.z), ROWS),
-        initial_state=state,
+        initial_state=None if inputs.initial_state is None else state_as_panels(p, inputs.initial_state),
     )
 
 
@@ -157,6 +153,11 @@ def decays_of(p: Problem, inputs: Inputs, aux: Aux, rows: int) -> Decays:
 def panels_of(x: Float[Array, "*L H P"]) -> Float[Array, "*L U 64"]:
     """The heads' channels as panels; those of 32 are padded."""
     return _pad(x, -x.shape[-1] % ROWS, x.ndim - 1).reshape(*x.shape[:-2], -1, ROWS)
+
+
+def state_as_panels(p: Problem, state: Float[Array, "B H P N"]) -> Float[Array, "B U 64 N"]:
+    state = _pad_state(_pad(state.astype(jnp.float32), -p.head_dim % ROWS, 2))
+    return state.reshape(p.batch, -1, ROWS, padded_state(p.state_dim))
 
 
 def _pad_state(x: Float[Array, "... N"]) -> Float[Array, "... N"]:

@@ -26,28 +26,57 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile
-from fast_layers.ops.ssd.config import ROWS, HopperForwardTiles, panels
+from fast_layers.ops.ssd import hopper_states
+from fast_layers.ops.ssd.config import ROWS, HopperForwardTiles, HopperStateTiles, panels
 from fast_layers.ops.ssd.hopper_call import COLUMN, ENTERING, LEAVING, LOG2_E, ROW, Operands, operands_of
+from fast_layers.ops.ssd.hopper_tile import BY_COLUMN, BY_ROW, TILE, WGMMA, by_column, by_row, load_tile
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Scanned
-
-WGMMA = plgpu.Layout.WGMMA
-BY_ROW = WGMMA.reduce(1)
-BY_COLUMN = WGMMA.reduce(0)
-TILE = (ROWS, ROWS)
 
 
 def scan(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles | None = None) -> Scanned:
     p = problem
-    tiles = HopperForwardTiles.of(p) if tiles is None else tiles
-    launch: Any = over_batch(functools.partial(_launch, tiles))  # of any problem with a batch
+    launch: Any = over_batch(functools.partial(_scan_splits, tiles))  # of any problem with a batch
     out, state = launch(p, operands_of(p, inputs, aux))
     out = out[:, : p.length].reshape(p.batch, p.length, p.heads, -1)[..., : p.head_dim]
     state = state.reshape(p.batch, p.heads, -1, state.shape[-1])[:, :, : p.head_dim, : p.state_dim]
     return Scanned(out, state)
+
+
+def _scan_splits(tiles: HopperForwardTiles | None, p: Problem, operands: Operands):
+    """As `_launch`. Where there are too few blocks, splits of the sequence are scanned side by side, each from the
+    state that it starts from (`hopper_states.starts`)."""
+    tiles = HopperForwardTiles.of(p) if tiles is None else tiles
+    if tiles.splits == 1:
+        return _launch(tiles, p, operands)
+    splits, chunks = tiles.splits, operands.factors.shape[1]
+    by_token = functools.partial(hopper_states.split_tokens, splits, chunks)
+    by_chunk = functools.partial(hopper_states.split, splits)
+    start = operands.initial_state
+    if start is None:
+        start = jnp.zeros((p.batch, operands.x.shape[2], ROWS, operands.B.shape[3]), jnp.float32)
+    sweep = hopper_states.Sweep(operands.x, operands.B)
+    state_tiles = HopperStateTiles(tiles.compute_wgs, splits=splits)
+    starts = hopper_states.starts(
+        state_tiles, p, hopper_states.StateOperands((sweep,), operands.factors, start[:, None])
+    )
+    out, state = _launch(
+        tiles,
+        hopper_states.split_problem(splits, p),
+        Operands(
+            x=by_token(operands.x),
+            B=by_token(operands.B),
+            C=by_token(operands.C),
+            factors=by_chunk(operands.factors),
+            first=None if operands.first is None else by_chunk(operands.first),
+            D=None if operands.D is None else jnp.repeat(operands.D, splits, axis=0),
+            z=None if operands.z is None else by_token(operands.z),
+            initial_state=starts[:, 0],
+        ),
+    )
+    return out.reshape(p.batch, chunks * ROWS, *out.shape[2:]), state[splits - 1 :: splits]
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
@@ -129,12 +158,9 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
         def factor(name, layout):
             return plgpu.load(factors.at[name], layout=layout, optimized=False)
 
-        def load_x():
-            return plgpu.load(x_slot, layout=WGMMA, optimized=False).astype(jnp.float32)
-
         state = state_acc[...]
         state_slot[...] = state.astype(p.dtype)
-        entering_slot[...] = (load_x() * by_row(factor(LEAVING, BY_ROW))).astype(p.dtype)
+        entering_slot[...] = (load_tile(x_slot) * by_row(factor(LEAVING, BY_ROW))).astype(p.dtype)
         plgpu.commit_smem()
 
         def products(score_acc, out_acc):
@@ -154,9 +180,9 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
         out = pl.run_scoped(products, accumulator, accumulator)
         if inputs.D is not None:
             skip = plgpu.load(inputs.D.at[example, unit], layout=BY_COLUMN, optimized=False)
-            out += load_x() * lax.broadcast_in_dim(skip, TILE, [1])
+            out += load_tile(x_slot) * by_column(skip)
         if s.z_slots is not None:
-            z = plgpu.load(s.z_slots.at[slot, warpgroup], layout=WGMMA, optimized=False).astype(jnp.float32)
+            z = load_tile(s.z_slots.at[slot, warpgroup])
             out *= z / (1.0 + jnp.exp2(z * -LOG2_E))
 
         @pl.when(has_stored)
@@ -173,7 +199,7 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
         if inputs.first is not None:
             first = plgpu.load(s.first_slots.at[slot], layout=BY_ROW, optimized=False)
             visible &= column >= by_row(first)
-        log2_decay = by_row(factor(ROW, BY_ROW)) - lax.broadcast_in_dim(factor(COLUMN, BY_COLUMN), TILE, [1])
+        log2_decay = by_row(factor(ROW, BY_ROW)) - by_column(factor(COLUMN, BY_COLUMN))
         # Masked before exp2: above the diagonal it would overflow, and inf * 0 is NaN.
         return jnp.exp2(jnp.where(visible, log2_decay, -jnp.inf))
 
@@ -221,7 +247,3 @@ class _Scratch(NamedTuple):
     out_slots: Any
     ready: Any
     consumed: Any
-
-
-def by_row(x: Float[Array, " Q"]) -> Float[Array, "Q Q"]:
-    return lax.broadcast_in_dim(x, TILE, [0])
