@@ -129,6 +129,7 @@ def simple_gla(case: Any = None) -> Callable[..., Any]:
 PEERS: tuple[Peer, ...] = (
     Peer("fast_layers xla", functools.partial(ours, "xla")),
     Peer("fast_layers hopper", functools.partial(ours, "hopper")),
+    Peer("fast_layers blackwell", functools.partial(ours, "blackwell")),
     Peer("again", functools.partial(ours, "xla")),
     Peer("recurrence", functools.partial(ours, "reference")),
     Peer("jax chunked", lambda case: jax_chunked),

@@ -19,9 +19,9 @@ def swizzled_columns(columns: int, dtype: Any) -> int:
     raise ValueError(f"a row of {columns} x {jnp.dtype(dtype)} must be a multiple of {_SWIZZLE_BYTES[-1]} bytes")
 
 
-def smem_tile(*shape: int, dtype: Any) -> Any:
-    """Scratch of `shape`, its last two dimensions in swizzled tiles of eight rows."""
-    columns = swizzled_columns(shape[-1], dtype)
+def smem_tile(*shape: int, dtype: Any, columns: int | None = None) -> Any:
+    """Scratch of `shape`, its last two dimensions in swizzled tiles of eight rows, by `columns` if not by the most."""
+    columns = swizzled_columns(shape[-1] if columns is None else columns, dtype)
     swizzle = columns * jnp.dtype(dtype).itemsize
     tiling: Any = plgpu.TilingTransform  # abstract to type checkers only
     swizzling: Any = plgpu.SwizzleTransform

@@ -32,10 +32,13 @@ def mlp(backend):
     return call
 
 
-def ssd(x, a):
-    dt = jnp.ones((*x.shape[:2], 2))
-    heads = jnp.stack([x, x], 2)
-    return fast_layers.ssd(heads, dt, a, x[:, :, None], x[:, :, None], implementation="hopper")
+def ssd(backend):
+    def call(x, a):
+        dt = jnp.ones((*x.shape[:2], 2))
+        heads = jnp.stack([x, x], 2)
+        return fast_layers.ssd(heads, dt, a, x[:, :, None], x[:, :, None], implementation=backend)
+
+    return call
 
 
 # The function, the GPU, and the weights, which all shards share.
@@ -44,7 +47,8 @@ KERNELS = {
     "attention on Blackwell": (attention("blackwell"), B200, ()),
     "mlp on Hopper": (mlp("hopper"), H200, ((64, 128), (128, 64))),
     "mlp on Blackwell": (mlp("blackwell"), B200, ((64, 128), (128, 64))),
-    "ssd on Hopper": (ssd, H200, ((2,),)),
+    "ssd on Hopper": (ssd("hopper"), H200, ((2,),)),
+    "ssd on Blackwell": (ssd("blackwell"), B200, ((2,),)),
 }
 
 

@@ -12,11 +12,10 @@ from jaxtyping import ArrayLike
 from fast_layers import dispatch
 from fast_layers.ops.ssd import check, reference, sharding
 from fast_layers.ops.ssd.backends import BACKENDS
-from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, documents
+from fast_layers.ops.ssd.problem import DEFAULT_CHUNK, Aux, Inputs, Problem, Residuals, documents
 from fast_layers.ops.static_options import flag
 
 OP = "ssd"
-DEFAULT_CHUNK = 64
 
 
 def ssd(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from fast_layers.dispatch import Backend
-from fast_layers.ops.ssd import hopper_call, reference, xla
+from fast_layers.ops.ssd import blackwell_call, hopper_call, reference, xla
 
 BACKENDS: tuple[Backend, ...] = (
     Backend("hopper", hopper_call.supports, hopper_call.forward, hopper_call.backward, automatic=False),
+    Backend("blackwell", blackwell_call.supports, blackwell_call.forward, blackwell_call.backward, automatic=False),
     Backend("xla", xla.supports, xla.forward, xla.backward),
     Backend("reference", reference.supports, reference.forward, reference.backward, automatic=False),
 )

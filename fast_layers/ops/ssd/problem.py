@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+DEFAULT_CHUNK = 64
 LINEAR_ABOVE = 20.0
 """softplus(x) is x from here on, as in PyTorch: exp(x) would overflow long before the two differ."""
 

@@ -58,7 +58,10 @@ BAD = {
     "limit": ({"dt_limit": 0.1}, ["dt_limit=0.1", "pair of numbers (low, high)"]),
     "limit order": ({"dt_limit": (0.1, 0.01)}, ["dt_limit=(0.1, 0.01)", "low <= high"]),
     "limit of NaN": ({"dt_limit": (0.0, float("nan"))}, ["dt_limit=(0.0, nan)", "low <= high"]),
-    "backend": ({"implementation": "triton"}, ["implementation 'triton' is unknown", "hopper, xla, reference"]),
+    "backend": (
+        {"implementation": "triton"},
+        ["implementation 'triton' is unknown", "hopper, blackwell, xla, reference"],
+    ),
 }
 
 

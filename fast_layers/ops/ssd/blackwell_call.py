@@ -1,0 +1,95 @@
+"""What Blackwell's scan takes, and what it is given: the operands with all that concerns decay computed by XLA.
+
+No GPU has run the kernel yet, so the backend is taken only by name.
+
+Axis letters as in `problem`; U panels of heads of one group, C chunks of Q = 128 tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fast_layers.arch import Arch
+from fast_layers.kernel_parts import automatic_axes
+from fast_layers.ops.ssd import xla
+from fast_layers.ops.ssd.blackwell_config import BLACKWELL_ROWS, HEAD_DIMS, STATE_DIMS, BlackwellForwardTiles
+from fast_layers.ops.ssd.hopper_call import decay_factors, for_tma
+from fast_layers.ops.ssd.problem import DEFAULT_CHUNK, Aux, Inputs, Problem, Residuals, Scanned
+
+CAPABILITIES = ((10, 0), (10, 3))
+
+
+def supports(problem: Problem, arch: Arch, pass_) -> str | None:
+    p = problem
+    if arch.platform != "cuda" or arch.capability not in CAPABILITIES:
+        return f"needs an NVIDIA GPU of compute capability 10.0 (B200) or 10.3 (B300), got {arch}"
+    if automatic_axes.may_be_partitioned():
+        return f"{automatic_axes.WAY_OUT}, or shard batch and heads over explicit mesh axes"
+    if p.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, got {p.dtype}; cast x, B, C and z"
+    sizes = (p.batch, p.length)
+    if not all(isinstance(size, int) for size in sizes):
+        symbolic = ", ".join(str(size) for size in sizes if not isinstance(size, int))
+        return f"needs sizes known when tracing, got symbolic {symbolic}"
+    if p.head_dim not in HEAD_DIMS:
+        return f"takes heads of {', '.join(map(str, HEAD_DIMS))} channels, got {p.head_dim}"
+    if p.state_dim not in STATE_DIMS:
+        too_large = ", for which shared memory has no room" if p.state_dim > STATE_DIMS[-1] else ""
+        return f"takes states of {', '.join(map(str, STATE_DIMS))}, got {p.state_dim}{too_large}"
+    if p.chunk not in {min(chunk, p.length) for chunk in (DEFAULT_CHUNK, BLACKWELL_ROWS)}:
+        return f"works in chunks of {BLACKWELL_ROWS} tokens, got chunk_size={p.chunk}; leave it None"
+    if p.dt_limit[0] < 0:
+        return f"takes step sizes of 0 and more, got dt_limit={p.dt_limit}"
+    return None
+
+
+def forward(problem: Problem, inputs: Inputs, aux: Aux) -> Scanned:
+    """Pallas is imported here, when a kernel is chosen."""
+    from fast_layers.ops.ssd import blackwell_fwd
+
+    return blackwell_fwd.scan(problem, inputs, aux)
+
+
+def backward(problem: Problem, residuals: Residuals, d_out: Array, d_final_state: Array) -> Inputs:
+    """There is no kernel for it yet: the xla backend's, whose residuals are the operands as well."""
+    return xla.backward(problem, residuals, d_out, d_final_state)
+
+
+class Operands(NamedTuple):
+    """Arrays as the kernel takes them, of lengths that TMA takes."""
+
+    x: Float[Array, "B L H P"]
+    B: Float[Array, "B L G N"]
+    C: Float[Array, "B L G N"]
+    factors: Float[Array, "B C H 4 Q"]
+    """Of each token, by the names of the constants in `hopper_call`."""
+    first: Int[Array, "B C Q"] | None
+    """The first token of the chunk that each token's document has in it; None without documents."""
+    D: Float[Array, "B H P"] | None
+    z: Float[Array, "B L H P"] | None
+    initial_state: Float[Array, "B U 128 N"] | None
+
+
+def operands_of(p: Problem, tiles: BlackwellForwardTiles, inputs: Inputs, aux: Aux) -> Operands:
+    rows = BLACKWELL_ROWS
+    factors, first = decay_factors(p, inputs, aux, rows)
+    D = None
+    if inputs.D is not None:
+        D = jnp.broadcast_to(inputs.D.astype(jnp.float32).reshape(p.heads, -1), (p.batch, p.heads, p.head_dim))
+    state = None
+    if inputs.initial_state is not None:
+        state = inputs.initial_state.astype(jnp.float32).reshape(p.batch, -1, tiles.panel, p.state_dim)
+        state = jnp.pad(state, ((0, 0), (0, 0), (0, rows - tiles.panel), (0, 0)))
+    return Operands(
+        x=for_tma(inputs.x, rows),
+        B=for_tma(inputs.B, rows),
+        C=for_tma(inputs.C, rows),
+        factors=factors,
+        first=first,
+        D=D,
+        z=None if inputs.z is None else for_tma(inputs.z, rows),
+        initial_state=state,
+    )

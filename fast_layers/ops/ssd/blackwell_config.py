@@ -1,0 +1,85 @@
+"""Tile choices of Blackwell's scan: frozen, self-rejecting. None of them has been timed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fast_layers.ops.ssd.problem import Problem
+
+BLACKWELL_SMEM_BYTES = 227 << 10
+BLACKWELL_TMEM_COLUMNS = 512
+BLACKWELL_ROWS = 128
+"""Lanes of tensor memory, rows of one matmul, and so tokens of a chunk."""
+HEAD_DIMS = (32, 64, 128)
+STATE_DIMS = (16, 32, 64, 96, 128)
+COMPUTE_WGS = 2
+WEIGHT_BUFFERS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class BlackwellForwardTiles:
+    """The forward kernel's shape: a block has `heads` of one group, of `head_dim` channels each, at most 128 in all;
+    `stages` slots for B and C, `x_stages` for what the heads have of their own."""
+
+    heads: int
+    head_dim: int
+    stages: int = 1
+    x_stages: int = 1
+
+    def __post_init__(self):
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"{self.head_dim=} must be one of {HEAD_DIMS}")
+        if self.heads not in (1, 2, 4) or self.panel > BLACKWELL_ROWS:
+            raise ValueError(
+                f"{self.heads=} must be 1, 2 or 4, with {self.head_dim=} at most {BLACKWELL_ROWS} channels"
+            )
+        if self.stages < 1 or self.x_stages < 1:
+            raise ValueError(f"{self.stages=} and {self.x_stages=} must be at least 1")
+
+    @property
+    def panel(self) -> int:
+        """Channels of a block."""
+        return self.heads * self.head_dim
+
+    @property
+    def piece(self) -> int:
+        """Channels that are loaded, stored and finished at a time: of one head, and as many for each warpgroup."""
+        return min(self.head_dim, self.panel // COMPUTE_WGS, 64)
+
+    @property
+    def weight_buffers(self) -> int:
+        return min(self.heads, WEIGHT_BUFFERS)
+
+    @property
+    def compute_registers(self) -> int:
+        """Per thread, as the other two: what a block is launched with, dealt out anew in steps of 8."""
+        return 144
+
+    @property
+    def state_registers(self) -> int:
+        return 80
+
+    @property
+    def issue_registers(self) -> int:
+        """Of the load warpgroup and of the matmul warpgroup."""
+        return 56
+
+    def tmem_columns(self, state_dim: int) -> int:
+        """Scores, weights in 16 bits, out, state."""
+        return BLACKWELL_ROWS + self.weight_buffers * BLACKWELL_ROWS // 2 + self.panel + state_dim
+
+    def smem_bytes(self, state_dim: int, gated: bool) -> int:
+        """Of 16-bit tiles and the factors of decay; barriers and documents take less than the last 2 KiB."""
+        rows = BLACKWELL_ROWS
+        loaded = 2 * rows * (self.stages * 2 * state_dim + self.x_stages * (1 + gated) * self.panel)
+        kept = 2 * rows * (rows + state_dim)
+        factors = self.x_stages * self.heads * 4 * 4 * rows
+        return loaded + kept + factors + (2 << 10)
+
+    @classmethod
+    def of(cls, problem: Problem) -> BlackwellForwardTiles:
+        """As many heads as share a panel evenly; then what is loaded a chunk ahead, x before B and C."""
+        p = problem
+        heads = next(n for n in (4, 2, 1) if n * p.head_dim <= BLACKWELL_ROWS and p.heads_per_group % n == 0)
+        choices = (cls(heads, p.head_dim, *stages) for stages in ((2, 2), (1, 2), (2, 1), (1, 1)))
+        return next(tiles for tiles in choices if tiles.smem_bytes(p.state_dim, p.gated) <= BLACKWELL_SMEM_BYTES)

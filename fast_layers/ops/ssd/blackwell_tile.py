@@ -1,0 +1,32 @@
+"""How Blackwell's scan holds a tile of 128 tokens: its layouts in registers, and its columns by parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float
+
+COLUMNS = 32
+"""Of a tile that go through registers at a time."""
+
+NATIVE: Any = plgpu.Layout.TCGEN05_TMEM_NATIVE
+"""A row for each thread, as tensor memory has it."""
+STAGED: Any = plgpu.Layout.TCGEN05
+"""Four threads share a row: what goes to and comes from shared memory without bank conflicts."""
+
+
+def column_slices(start: int, columns: int, part: int = COLUMNS) -> list[Any]:
+    """`columns` from `start` on in parts, the last one maybe smaller."""
+    return [pl.ds(start + c, min(part, columns - c)) for c in range(0, columns, part)]
+
+
+def by_row(x: Float[jax.Array, " R"], columns: int) -> Float[jax.Array, "R C"]:
+    return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
+
+
+def by_column(x: Float[jax.Array, " C"], rows: int) -> Float[jax.Array, "R C"]:
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])

@@ -1,0 +1,100 @@
+"""The Blackwell scan, taken by name and compiled by the real assembler."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from deviceless import blackwell_ssd_functions
+from fast_layers.ops.ssd.blackwell_config import BLACKWELL_SMEM_BYTES, BLACKWELL_TMEM_COLUMNS
+from fast_layers.testing import Compilation, compile_all_for
+from fast_layers.testing.deviceless import missing_wheels
+
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif(bool(missing_wheels()) and not os.environ.get("CI"), reason=missing_wheels() or ""),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    heads: int = 80
+    groups: int = 1
+    head_dim: int = 64
+    state_dim: int = 128
+    length: int = 4096
+    everything: bool = False  # D, z, dt_bias, initial state, documents
+
+    def compilation(self) -> Compilation:
+        def shape(*sizes, dtype=jnp.bfloat16):
+            return jax.ShapeDtypeStruct(sizes, dtype)
+
+        batch, rows = 2, (2, self.length, self.heads)
+        by_group = (batch, self.length, self.groups, self.state_dim)
+        operands = {
+            "x": shape(*rows, self.head_dim),
+            "dt": shape(*rows),
+            "A": shape(self.heads, dtype=jnp.float32),
+            "B": shape(*by_group),
+            "C": shape(*by_group),
+        }
+        if self.everything:
+            operands |= {
+                "D": shape(self.heads, dtype=jnp.float32),
+                "z": shape(*rows, self.head_dim),
+                "dt_bias": shape(self.heads, dtype=jnp.float32),
+                "initial_state": shape(batch, self.heads, self.head_dim, self.state_dim, dtype=jnp.float32),
+                "segment_ids": shape(batch, self.length, dtype=jnp.int32),
+            }
+        return Compilation(blackwell_ssd_functions.scan, (operands,))
+
+
+MOST_SPILLED_BYTES = 48
+"""Of a kernel: what ptxas 13.3 made of the worst on 2026-11-22, 36, and a third more. They are counters and addresses:
+two stores and three loads of a chunk's 3,800 clocks."""
+LEAN = {"P64 N128, everything": Call(everything=True)}
+REST = {
+    "P64 N128": Call(),
+    "P64 N64": Call(state_dim=64),
+    "P64 N128, a group for each head": Call(heads=3, groups=3, everything=True),
+    "P128 N128, odd length": Call(heads=3, head_dim=128, length=1001),
+    "P128 N64, everything, odd length": Call(heads=3, head_dim=128, state_dim=64, length=1001, everything=True),
+    "P32 N16, everything": Call(heads=4, head_dim=32, state_dim=16, everything=True),
+    "P32 N96, two heads, everything": Call(heads=2, head_dim=32, state_dim=96, everything=True),
+    "P32 N32, one head": Call(heads=1, head_dim=32, state_dim=32),
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "calls"),
+    [
+        pytest.param("b200", LEAN, id="b200"),
+        pytest.param("b200", REST, id="b200-rest", marks=pytest.mark.exhaustive),
+        pytest.param("b300", LEAN, id="b300", marks=pytest.mark.exhaustive),
+        pytest.param("b300", REST, id="b300-rest", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_kernel_compiles_well(gpu, calls):
+    reports = compile_all_for(gpu, [call.compilation() for call in calls.values()])
+    faults = []
+    for name, report in zip(calls, reports, strict=True):
+        if report.failure is not None:
+            faults.append(f"{name}: {report.failure}")
+            continue
+        (kernel,) = (kernel for kernel in report.kernels if kernel.name == "ssd_forward")
+        print(
+            f"{name}: {kernel.live_registers} registers of {max(kernel.register_budgets)}, {kernel.smem_bytes} bytes "
+            f"of shared memory, {kernel.tmem_columns} columns of tensor memory, {kernel.spill_store_bytes} spilled; "
+            f"in {report.seconds:.1f} s; {dict(kernel.instructions)}"
+        )
+        if kernel.smem_bytes is None or kernel.smem_bytes > BLACKWELL_SMEM_BYTES:
+            faults.append(f"{name}: {kernel.smem_bytes} bytes of shared memory exceed {BLACKWELL_SMEM_BYTES}")
+        if kernel.tmem_columns is None or kernel.tmem_columns > BLACKWELL_TMEM_COLUMNS:
+            faults.append(f"{name}: {kernel.tmem_columns} columns exceed {BLACKWELL_TMEM_COLUMNS}")
+        if kernel.spill_store_bytes > MOST_SPILLED_BYTES:
+            faults.append(f"{name}: {kernel.spill_store_bytes} bytes are spilled, of {MOST_SPILLED_BYTES} at most")
+    assert not faults, "\n".join(faults)
