@@ -1,10 +1,22 @@
-"""Functions that another process compiles: attention with something for each score."""
+"""Functions that another process compiles: attention with something for each score, or with other tiles."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 
 import fast_layers
+from fast_layers.ops.attention import api, blackwell_fwd
+from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
+
+
+def blackwell_forward(query: jax.Array, key: jax.Array, value: jax.Array, *, tiles: dict, **options):
+    """With the tiles of its own choice, less what `tiles` says."""
+    inputs, aux, given, _ = api._prepare(query, key, value, **options)
+    problem = given.problem(inputs, aux)
+    chosen = dataclasses.replace(BlackwellForwardTiles.of(problem), **tiles)
+    return blackwell_fwd.attend(problem, inputs, aux, chosen)
 
 
 def attention_per_score(

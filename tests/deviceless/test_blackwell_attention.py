@@ -36,6 +36,7 @@ class Call:
     segments: bool = False
     bias: bool = False
     mask: bool = False
+    tiles: dict[str, Any] | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     spills: int = 0
 
@@ -43,6 +44,8 @@ class Call:
     def kernels(self) -> set[str]:
         if self.q_len:
             return {"attention_forward", "combine_parts"}
+        if self.tiles:
+            return {"attention_forward"}
         apart = self.qk_dim + (self.v_dim or self.qk_dim) > 256
         of_keys = ("keys", "values") if apart else ("keys_and_values",)
         backward = {f"attention_backward_of_{gradients}" for gradients in ("queries", *of_keys)}
@@ -56,6 +59,8 @@ class Call:
         query = shape(16, self.qk_dim, self.q_len or self.length)
         shapes = (query, shape(self.kv_heads, self.qk_dim), shape(self.kv_heads, v_dim))
         fn: Any = fast_layers.dot_product_attention
+        if self.tiles:
+            return Compilation(attention_functions.blackwell_forward, shapes, {"tiles": self.tiles} | self.options)
         if not self.q_len:
             fn, shapes = functions.attention_and_gradients, (*shapes, shape(16, v_dim))
         if self.bias or self.mask or "dropout_rate" in self.options:
@@ -86,11 +91,13 @@ REST = {
     "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL, spills=40),
     "d256 causal": Call(qk_dim=256, options=CAUSAL, spills=80),
     "few queries": Call(100, kv_heads=4, options=CAUSAL, spills=40),
+    "d128 causal, polynomials": Call(tiles={"polynomial_columns": 8}, options=CAUSAL, spills=40),
+    "d128 causal, dynamic": Call(tiles={"dynamic": True}, options=CAUSAL, spills=180),
     "d128 bias": Call(2048, bias=True, spills=40),
     "d128 causal, dropout": Call(2048, options=CAUSAL | DROPOUT, spills=40),
     "d64 mask, dropout": Call(2048, qk_dim=64, mask=True, options=DROPOUT, spills=40),
     "d256 everything per score": Call(
-        2048, qk_dim=256, bias=True, mask=True, options=CAUSAL | DROPOUT | {"softcap": 30.0}, spills=40
+        2048, qk_dim=256, bias=True, mask=True, options=CAUSAL | DROPOUT | {"softcap": 30.0}, spills=670
     ),
     "d64 decoding": Call(q_len=1, kv_heads=4, qk_dim=64),
     "d128 decoding": Call(q_len=1, kv_heads=4),

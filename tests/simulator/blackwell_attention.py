@@ -98,8 +98,10 @@ _EVENTS = {
 
 
 @contextlib.contextmanager
-def without(module: Any, *events: str, patches: tuple[tuple[Any, str, Any], ...] = ()) -> Iterator[Without]:
-    stand_in = Without(*events)
+def without(
+    module: Any, *events: str, patches: tuple[tuple[Any, str, Any], ...] = (), stand_in: Without | None = None
+) -> Iterator[Without]:
+    stand_in = Without(*events) if stand_in is None else stand_in
     scratch = (module, "_Scratch", stand_in.recording(module._Scratch))
     shared = ((forward_parts, "plgpu", stand_in),) if module is blackwell_fwd else ()
     with patched((module, "plgpu", stand_in), *shared, scratch, *patches):

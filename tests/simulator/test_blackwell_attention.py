@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
-from fast_layers.ops.attention import api, blackwell_bwd, blackwell_call, blackwell_fwd, reference, xla
+from fast_layers.ops.attention import api, blackwell_bwd, blackwell_call, blackwell_fwd, forward_parts, reference, xla
 from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
 from fast_layers.ops.attention.problem import Residuals
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
 from simulator.attention import judge, only
-from simulator.blackwell_attention import BLACKWELL, forward_tiles, patched, without
+from simulator.blackwell_attention import BLACKWELL, Without, forward_tiles, patched, without
 from simulator.test_hopper_attention import CASES
 
 pytestmark = pytest.mark.simulator
@@ -50,6 +52,18 @@ PERSISTENT = {
     "causal": (Case(batch=1, q_len=300, kv_len=300, heads=2, kv_heads=2, is_causal=True), {}),
     "always rescaled": (Case(batch=1, q_len=300, kv_len=384, heads=1, kv_heads=1), {"rescale_log2": 0.0}),
     "two depths": (Case(batch=1, q_len=384, kv_len=256, heads=2, kv_heads=2, v_dim=128), {"q_tiles": 1}),
+    "taken as they come": (
+        Case(batch=1, q_len=300, kv_len=300, heads=2, kv_heads=2, is_causal=True),
+        {"dynamic": True, "blocks": 0},
+    ),
+    "some exponentials as polynomials": (
+        Case(batch=2, q_len=130, kv_len=300, heads=2, kv_heads=2, key_lengths=(300, 0), sinks=True),
+        {"polynomial_columns": 16},
+    ),
+    "all exponentials as polynomials": (
+        Case(batch=1, q_len=200, kv_len=200, heads=2, kv_heads=2, is_causal=True),
+        {"polynomial_columns": 32},
+    ),
 }
 
 
@@ -63,6 +77,73 @@ def test_blocks_that_take_several_tiles(name):
         judged = judge(case, backend=BLACKWELL, supports=only("forward"))
     assert not judged.faulty, judged.report()
     assert judged.table.ok, judged.report()
+
+
+class _OneBlockTakesAll(Without):
+    """Cluster launch control that gives a block all pieces in turn, which the simulator itself never does.
+
+    An offer is written and read as any shared memory, so that races over it are seen.
+    """
+
+    def __init__(self, pieces: int, *events: str):
+        super().__init__(*events)
+        self.pieces = pieces
+        self.state: Any = None
+
+    def while_loop(self, condition, body, start):
+        def known_body(state):
+            self.state = state
+            return body(state)
+
+        return lax.while_loop(condition, known_body, start)
+
+    def try_cluster_cancel(self, offer, ready):
+        offer[...] = jnp.full(offer.shape, self.state[0] + 1, offer.dtype)
+        self.barrier_arrive(ready)
+
+    def query_cluster_cancel(self, offer, grid_names):
+        assert grid_names == ("block",)
+        index = offer[...].max().astype(jnp.int32)
+        return (index,), index < self.pieces
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        pytest.param("", "", id="healthy"),
+        pytest.param("barrier_wait offer_ready", "", id="offers not awaited"),
+        pytest.param("barrier_wait offer_taken", "SMEM", id="offers overwritten"),
+    ],
+)
+def test_offered_pieces(event, text):
+    pieces = 4  # two rounds of the slots
+    case = Case(batch=1, q_len=256, kv_len=64, heads=2, kv_heads=2)
+    stand_in = _OneBlockTakesAll(pieces, event)
+    tiles = forward_tiles(BlackwellForwardTiles(1, 64, dynamic=True))
+    one_block = (forward_parts.Work, "blocks", 1)
+    loops = (blackwell_fwd, "lax", _Instead(lax, while_loop=stand_in.while_loop))
+    with without(blackwell_fwd, stand_in=stand_in, patches=(tiles, one_block, loops)):
+        judged = judge(case, backend=BLACKWELL, supports=only("forward"), timeout=20.0)
+    if event:
+        assert stand_in.hits > 0
+        (sim,) = judged.simulations[-1:]
+        assert sim.faulty
+        assert text in "\n".join([*sim.races, sim.failure or ""]), sim.report()
+    else:
+        assert not judged.faulty, judged.report()
+        assert judged.table.ok, judged.report()
+
+
+class _Instead:
+    """A module, less what stands in for it."""
+
+    def __init__(self, module, **instead):
+        self.module = module
+        self.__dict__.update(instead)
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
 
 
 def _operands(heads: int = 1, length: int = 256):
@@ -157,7 +238,7 @@ FORWARD_FAULTS = {
 }
 BACKWARD_CASE = Case(batch=1, q_len=128, kv_len=384, heads=1, kv_heads=1)
 KEYS = dataclasses.replace(BACKWARD_CASE, q_len=384, kv_len=128)
-APART = dataclasses.replace(KEYS, q_len=256, qk_dim=144, v_dim=128)
+APART = dataclasses.replace(KEYS, qk_dim=144, v_dim=128)
 
 BACKWARD_FAULTS = {
     "own rows not awaited": (BACKWARD_CASE, ("barrier_wait own_ready",), "read of SMEM"),
@@ -171,10 +252,10 @@ BACKWARD_FAULTS = {
     "products' load not awaited": (KEYS, ("wait_load_tmem",), "alias group"),
     "lse overwritten while read": (KEYS, ("commit_smem #1",), "SMEM"),
     "values not awaited": (BACKWARD_CASE, ("barrier_wait v_ready",), "read of SMEM"),
-    "values overwritten": (KEYS, ("barrier_wait v_consumed",), "write of SMEM"),
+    "values overwritten": (KEYS, ("barrier_wait v_consumed",), ""),
     "values apart not awaited": (APART, ("barrier_wait v_ready",), "read of SMEM"),
-    "values apart overwritten": (APART, ("barrier_wait v_consumed",), "write of SMEM"),
-    "columns apart overwritten": (APART, ("barrier_wait qk_consumed",), "write of SMEM"),
+    "values apart overwritten": (APART, ("barrier_wait v_consumed",), ""),
+    "columns apart overwritten": (APART, ("barrier_wait qk_consumed",), ""),
     "columns never freed": (BACKWARD_CASE, ("tcgen05_commit_arrive qk_consumed",), "not done"),
     "stores not awaited": (BACKWARD_CASE, ("wait_smem_to_gmem",), ""),
 }

@@ -164,7 +164,7 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         out_refs = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        s = _Scratch(**(dict.fromkeys(_Scratch._fields) | scratch))
+        s = _Scratch(**scratch)
         logits = TileLogits(p, inputs.logits, NATIVE)
         head, index = order.locate(block)
         index = own_tiles - 1 - index if longest_last else index
@@ -453,12 +453,7 @@ class _Scratch(NamedTuple):
     own_v: Any
     ring_qk: Any
     ring_v: Any
-    lse_slots: Any
-    delta_slots: Any
     scores_or_weights: Any
-    d_weights_or_scores: Any
-    d_own: Any
-    d_value: Any
     own_ready: Any
     qk_ready: Any
     v_ready: Any
@@ -468,3 +463,8 @@ class _Scratch(NamedTuple):
     weights_ready: Any
     weights_consumed: Any
     sums_ready: Any
+    lse_slots: Any = None
+    delta_slots: Any = None
+    d_weights_or_scores: Any = None
+    d_own: Any = None
+    d_value: Any = None

@@ -25,7 +25,8 @@ class BlackwellForwardTiles:
     `q_tiles` of 128 query rows, a softmax warpgroup for each; `kv_tile` keys a step; `stages` slots for keys and values
     each; `blocks` of a persistent grid, 0 for one block per tile of queries; `rescale_log2`: by how many powers of two
     a row's maximum must grow until its sums are rescaled, 0 for whenever it grows; `splits` parts of the keys that a
-    block's queries see, a block for each.
+    block's queries see, a block for each; `polynomial_columns` of each 32 columns of scores take their exponentials on
+    the multiply-add units; `dynamic`: whether a block that is done takes over one that has not begun.
     """
 
     q_tiles: int
@@ -34,6 +35,8 @@ class BlackwellForwardTiles:
     blocks: int = 0
     rescale_log2: float = 8.0
     splits: int = 1
+    polynomial_columns: int = 0
+    dynamic: bool = False
 
     q_slots = 1
     """For the queries of each tile."""
@@ -51,23 +54,24 @@ class BlackwellForwardTiles:
             raise ValueError(f"{self.rescale_log2=} must be from 0 to 8: weights grow up to 2 to its power")
         if self.splits < 1 or (self.splits > 1 and self.blocks):
             raise ValueError(f"{self.splits=} must be at least 1, and 1 in a persistent grid ({self.blocks=})")
+        if self.dynamic and (self.blocks or self.splits > 1):
+            raise ValueError(
+                f"{self.dynamic=} takes a block for each tile of queries, not {self.blocks=} and {self.splits=}"
+            )
+        if self.polynomial_columns not in range(0, 33, 8):
+            raise ValueError(f"{self.polynomial_columns=} must be 0, 8, 16, 24 or 32: of 32 columns")
 
     @property
     def q_tile(self) -> int:
         return _BLACKWELL_ROWS * self.q_tiles
 
     @property
-    def softmax_registers(self) -> int:
-        """Per thread, as the other two: what a block is launched with, dealt out anew in steps of 8."""
-        return {1: 240, 2: 184}[self.q_tiles]
+    def registers(self) -> tuple[int, ...]:
+        """Per thread: a softmax warpgroup for each tile of queries, one that loads, one that issues the products.
 
-    @property
-    def load_registers(self) -> int:
-        return {1: 160, 2: 80}[self.q_tiles]
-
-    @property
-    def multiply_registers(self) -> int:
-        return {1: 96, 2: 64}[self.q_tiles]
+        What a block is launched with is dealt out anew in steps of 8.
+        """
+        return {1: (240, 160, 96), 2: (184, 184, 80, 64)}[self.q_tiles]
 
     def tmem_columns(self, v_dim: int) -> int:
         """Weights stand where their scores stood."""

@@ -39,6 +39,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.kernel_parts.exp2 import exp2_in_part
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax, zero_where_empty
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.ops.attention import forward_parts
@@ -57,6 +58,9 @@ from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import TileMask, by_row, tanh
 
+OFFERS = 2
+"""Slots for pieces that other blocks leave."""
+
 
 def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: BlackwellForwardTiles | None = None):
     """(out [B, T, N, V], lse [B, N, T]); `tiles` for the queries as the kernel gets them, with heads packed or not."""
@@ -73,7 +77,6 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
     """(out [B, T, N, V], lse [B, N, T]), where the kernel's rows are `group` heads of each query."""
     qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
     ring, kv_tile = tiles.stages, tiles.kv_tile
-    loader, multiplier = tiles.q_tiles, tiles.q_tiles + 1  # after one softmax warpgroup for each tile of queries
     work = Work(p, tiles, ROWS, qk_dim, v_dim)
     tree = jax.tree.structure(operands)
 
@@ -83,30 +86,49 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
         warpgroup = lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits, NATIVE)
         mask = NativeTileMask(p, tiles.q_tile, kv_tile, inputs.mask, logits)
-        s = _Scratch(**{"out_slots": None, "out_panels": None, **scratch})
+        s = _Scratch(**scratch)
 
-        @pl.when(warpgroup == loader)
-        def _load():
-            plgpu.set_max_registers(tiles.load_registers, action="decrease")
-            work.each_piece(mask, functools.partial(load, work, mask, inputs, s))
+        # By warpgroup, a softmax for each tile: which tile's tensor memory is meant must be known when compiling.
+        softmaxes = [
+            functools.partial(softmax, tile, mask, logits, inputs, s, out_ref, lse_ref) for tile in range(tiles.q_tiles)
+        ]
+        roles = [*softmaxes, functools.partial(load, work, mask, inputs, s), functools.partial(multiply, s)]
+        for own, role in enumerate(roles):
 
-        @pl.when(warpgroup == multiplier)
-        def _multiply():
-            plgpu.set_max_registers(tiles.multiply_registers, action="decrease")
-            work.each_piece(mask, functools.partial(multiply, s))
+            @pl.when(warpgroup == own)
+            def _own(own=own, role=role):
+                registers = tiles.registers[own]
+                plgpu.set_max_registers(registers, action="increase" if own < tiles.q_tiles else "decrease")
+                if tiles.dynamic:
+                    each_offered_piece(mask, s, role, asks=own == tiles.q_tiles)
+                else:
+                    work.each_piece(mask, role, functools.partial(leave_nothing, own, s, lse_ref))
+                if own < tiles.q_tiles:
+                    plgpu.wait_smem_to_gmem(0)
 
-        # A role each: which tile's tensor memory is meant must be known when compiling.
-        for tile in range(tiles.q_tiles):
+    def each_offered_piece(mask: TileMask, s: _Scratch, role, asks: bool):
+        """The block's own piece, then those of blocks that have not begun; one role asks for them, a piece ahead."""
 
-            @pl.when(warpgroup == tile)
-            def _softmax(tile=tile):
-                plgpu.set_max_registers(tiles.softmax_registers, action="increase")
-                work.each_piece(
-                    mask,
-                    functools.partial(softmax, tile, mask, logits, inputs, s, out_ref, lse_ref),
-                    without_keys=functools.partial(leave_nothing, tile, s, lse_ref),
-                )
-                plgpu.wait_smem_to_gmem(0)
+        def take(state):
+            index, turn, steps, _ = state
+            slot = lax.rem(turn, OFFERS)
+            if asks:
+
+                @pl.when(turn >= OFFERS)
+                def _wait():
+                    plgpu.barrier_wait(s.offer_taken.at[slot])
+
+                plgpu.try_cluster_cancel(s.offers.at[slot], s.offer_ready.at[slot])
+            piece = work.piece(mask, index)
+            role(piece, turn, steps)
+            plgpu.barrier_wait(s.offer_ready.at[slot])
+            (index,), more = plgpu.query_cluster_cancel(s.offers.at[slot], grid_names=("block",))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(s.offer_taken.at[slot])
+            return index, turn + 1, steps + piece.span.last - piece.span.first, more
+
+        start = (lax.axis_index("block"), jnp.int32(0), jnp.int32(0), jnp.bool_(True))
+        lax.while_loop(lambda state: state[-1], take, start)
 
     def multiply(s: _Scratch, piece: Piece, turn, steps):
         span = piece.span
@@ -220,7 +242,7 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
             rescale = jnp.where(grows, jnp.exp2(state.row_max_log2 - base), 1.0)
             row_sum = state.row_sum * rescale
             for x, c in zip(scores, columns, strict=True):
-                weights = jnp.exp2(x * to_log2 - by_row(base, x.shape[1]))
+                weights = exp2_in_part(x * to_log2 - by_row(base, x.shape[1]), tiles.polynomial_columns)
                 row_sum += weights.sum(axis=1)
                 if p.dropout_rate:
                     weights = jnp.where(logits.keep(shape=x.shape, **place(j, c)), weights, 0.0)
@@ -277,9 +299,11 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(s.q_consumed.at[tile])
 
-    def leave_nothing(tile: int, s: _Scratch, lse_ref, piece: Piece):
-        rows = pl.ds(piece.q_index * tiles.q_tile + tile * ROWS, ROWS)
-        see_nothing(s.lse_slots.at[tile], lse_ref, piece, rows, BY_ROW)
+    def leave_nothing(warpgroup: int, s: _Scratch, lse_ref, piece: Piece):
+        if warpgroup >= tiles.q_tiles:
+            return
+        rows = pl.ds(piece.q_index * tiles.q_tile + warpgroup * ROWS, ROWS)
+        see_nothing(s.lse_slots.at[warpgroup], lse_ref, piece, rows, BY_ROW)
 
     def tensor_memory(columns: int, dtype: Any, **options) -> Any:
         return plgpu.TMEM((ROWS, columns), dtype, **options)
@@ -315,6 +339,10 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
         "weights_consumed": in_order(num_barriers=q_tiles),
         "out_ready": in_order(num_barriers=q_tiles),
     }
+    if tiles.dynamic:
+        scratch["offers"] = plgpu.TryClusterCancelResult(OFFERS)
+        scratch["offer_ready"] = plgpu.Barrier(num_barriers=OFFERS)
+        scratch["offer_taken"] = plgpu.Barrier(num_arrivals=q_tiles + 2, num_barriers=OFFERS)
     out, lse = plgpu.kernel(
         attention_forward,
         out_type=work.out_type,
@@ -334,8 +362,6 @@ class _Scratch(NamedTuple):
     q_slots: Any
     k_slots: Any
     v_slots: Any
-    out_slots: Any
-    out_panels: Any
     lse_slots: Any
     row_slots: Any
     scores_or_weights: Any
@@ -351,3 +377,8 @@ class _Scratch(NamedTuple):
     weights_ready: Any
     weights_consumed: Any
     out_ready: Any
+    out_slots: Any = None
+    out_panels: Any = None
+    offers: Any = None
+    offer_ready: Any = None
+    offer_taken: Any = None

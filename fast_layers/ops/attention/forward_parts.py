@@ -145,9 +145,9 @@ class Work:
             jax.ShapeDtypeStruct((p.batch * splits, p.heads, self.q_tiles * self.tiles.q_tile), jnp.float32),
         )
 
-    def piece(self, mask: TileMask, turn: Any) -> Piece:
+    def piece(self, mask: TileMask, index: Any) -> Piece:
         p, splits, q_tiles = self.problem, self.tiles.splits, self.q_tiles
-        head, tile = self.order.locate(snake(turn, lax.axis_index("block"), self.blocks))
+        head, tile = self.order.locate(index)
         split, q_index = (0, tile) if splits == 1 else (lax.div(tile, q_tiles), lax.rem(tile, q_tiles))
         if p.mask.band is not None and p.mask.band.high is not None:
             q_index = q_tiles - 1 - q_index  # scores of a causal mask grow with the row
@@ -161,7 +161,7 @@ class Work:
         """`role(piece, turn, steps)` for all of the block's pieces; `steps` counts the key tiles before them."""
 
         def take(turn, steps):
-            taken = self.piece(mask, turn)
+            taken = self.piece(mask, snake(turn, lax.axis_index("block"), self.blocks))
             role(taken, turn, steps)
             return steps + taken.span.last - taken.span.first
 
@@ -171,7 +171,7 @@ class Work:
         elif self.tiles.splits == 1:
             take(jnp.int32(0), jnp.int32(0))
         else:
-            taken = self.piece(mask, jnp.int32(0))
+            taken = self.piece(mask, lax.axis_index("block"))
             has_keys = taken.span.first < taken.span.last
             pl.when(has_keys)(lambda: role(taken, jnp.int32(0), jnp.int32(0)))
             pl.when(~has_keys)(lambda: without_keys(taken))

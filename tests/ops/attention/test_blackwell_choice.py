@@ -89,9 +89,10 @@ def test_tiles_fit(depths, length, keys):
     assert (tiles.splits > 1) == (keys > 129)  # of two heads, which are few
     assert tiles.smem_bytes(*depths) <= BLACKWELL_SMEM_BYTES
     assert tiles.tmem_columns(depths[1]) <= BLACKWELL_TMEM_COLUMNS
-    warpgroups = tiles.q_tiles * [tiles.softmax_registers] + [tiles.load_registers, tiles.multiply_registers]
-    launched_with = 65536 // (128 * len(warpgroups)) // 8 * 8
-    assert sum(warpgroups) <= launched_with * len(warpgroups)  # a block that asks for more waits for ever
+    warpgroups = len(tiles.registers)
+    assert warpgroups == tiles.q_tiles + 2
+    launched_with = 65536 // (128 * warpgroups) // 8 * 8
+    assert sum(tiles.registers) <= launched_with * warpgroups  # a block that asks for more waits for ever
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,7 @@ def test_backward_registers():
         ({"stages": 1}, "must be at least 2"),
         ({"blocks": -1}, "must be at least 0"),
         ({"rescale_log2": 9.0}, "must be from 0 to 8"),
+        ({"dynamic": True, "blocks": 148}, "takes a block for each tile of queries"),
         ({"polynomial_columns": 12}, "must be 0, 8, 16, 24 or 32"),
         ({"splits": 2, "blocks": 148}, "must be at least 1, and 1 in a persistent grid"),
     ],
