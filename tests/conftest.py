@@ -17,6 +17,7 @@ os.environ.setdefault("NPROC", "32")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+from selection import EXAMPLES_OF_CI  # noqa: E402
 
 _COMMON = {
     "deadline": None,  # nearly all of an example's time is compilation
@@ -27,7 +28,7 @@ _COMMON = {
 # "ci" draws the same examples in each run and reports the first that fails (to shrink it is minutes of compiling);
 # "quick" is the same with fewer, "explore" draws others each time, more of them, and shrinks.
 _AS_DRAWN = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-hypothesis.settings.register_profile("ci", derandomize=True, max_examples=20, phases=_AS_DRAWN, **_COMMON)
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=EXAMPLES_OF_CI, phases=_AS_DRAWN, **_COMMON)
 hypothesis.settings.register_profile("quick", derandomize=True, max_examples=6, phases=_AS_DRAWN, **_COMMON)
 hypothesis.settings.register_profile("explore", max_examples=300, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -69,7 +69,7 @@ def _rows_that_see(options, q_len):
     return (np.arange(q_len) < options["query_seq_lengths"][:, None])[..., None, None]
 
 
-@pytest.mark.parametrize("implementation", ["reference", *TESTED])
+@pytest.mark.parametrize("implementation", [pytest.param("reference", marks=pytest.mark.exhaustive), *TESTED])
 @pytest.mark.parametrize(
     ("shapes", "options", "bias"),
     [*((*c, None) for c in CALLS.values()), *BIASED.values()],

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from selection import examples
 
 from fast_layers import masks
 from ops.attention import oracle
@@ -113,13 +114,13 @@ def _array(mask, q_len, kv_len):
     return np.broadcast_to(array, (B, N, q_len, kv_len))
 
 
-@hypothesis.settings(max_examples=40)
+@examples(24)
 @hypothesis.given(calls())
 def test_any_mask_matches_its_definition(call):
     np.testing.assert_array_equal(_array(*call), np.broadcast_to(_expected(*call), _array(*call).shape))
 
 
-@hypothesis.settings(max_examples=30)
+@examples(20)
 @hypothesis.given(calls())
 def test_intervals_hold_every_visible_key(call):
     """What kernels skip by must never be too narrow."""
@@ -133,7 +134,7 @@ def test_intervals_hold_every_visible_key(call):
     assert not (_expected(*call) & ~hull).any()
 
 
-@hypothesis.settings(max_examples=20)
+@examples(12)
 @hypothesis.given(calls())
 def test_masks_are_pytrees(call):
     """A mask goes through jit, and comes back, unchanged; static parts stay static."""
@@ -165,7 +166,7 @@ def test_large_ids_stay_apart():
     np.testing.assert_array_equal(both.as_array(4, 4)[0, 0], (a[:, None] == a) & (b[:, None] == b))
 
 
-@hypothesis.settings(max_examples=20)
+@examples(12)
 @hypothesis.given(calls())
 def test_and_is_associative_and_order_does_not_matter(call):
     a, q_len, kv_len = call

@@ -120,7 +120,13 @@ def _assert_near(got, want, name=""):
 
 @pytest.mark.parametrize("implementation", TESTED)
 @pytest.mark.parametrize(
-    "mapped", [(name,) for name in MAPPED] + [tuple(MAPPED), ("query", "key_ids", "rng")], ids="-".join
+    "mapped",
+    [
+        *(pytest.param((name,), marks=() if name in ("query", "bias") else pytest.mark.exhaustive) for name in MAPPED),
+        tuple(MAPPED),
+        ("query", "key_ids", "rng"),
+    ],
+    ids="-".join,
 )
 def test_vmap_is_a_loop(members, monkeypatch, implementation, mapped):
     """Over each operand alone and together, along an axis that differs between them; values and gradients.
@@ -365,6 +371,7 @@ class TestExport:
             implementation="xla",
         )
 
+    @pytest.mark.exhaustive
     def test_one_length(self):
         batch, length = jax.export.symbolic_shape("b, t")
         self._check(batch, length, length, [(1, 1), (2, 7), (3, 300)])

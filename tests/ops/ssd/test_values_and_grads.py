@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_bitwise_equal, assert_close_over_draws, assert_trees_close
+from selection import examples
 
 import fast_layers
 from ops.ssd import oracle
@@ -29,13 +30,13 @@ def _check(case: Case, implementation: str, *, dtype=np.float32, optimise=False,
 
 
 @pytest.mark.parametrize("implementation", TESTED)
-@hypothesis.settings(max_examples=16)
+@examples(12)
 @hypothesis.given(case=cases())
 def test_any_arguments_float32(implementation, case):
     _check(case, implementation)
 
 
-@hypothesis.settings(max_examples=6)
+@examples(6)
 @hypothesis.given(case=cases(lengths=(1, 5, 65)))
 def test_any_arguments_reference_float32(case):
     _check(case, "reference")
@@ -50,7 +51,7 @@ def test_many_arguments_float32(implementation, case):
 
 
 @pytest.mark.parametrize("implementation", TESTED)
-@hypothesis.settings(max_examples=4)
+@examples(4)
 @hypothesis.given(case=cases(lengths=(65, 119)))
 def test_any_arguments_float64(implementation, case):
     """Beyond doubt: the formulas themselves, to 15 digits."""
