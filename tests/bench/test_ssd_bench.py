@@ -47,8 +47,10 @@ def test_the_command_writes_every_peer_and_pass(tmp_path, monkeypatch, capsys):
     assert "no such library" in shown
 
 
-def test_the_layer_and_its_parts(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("passes", [("forward",), pytest.param(("both",), marks=pytest.mark.exhaustive)])
+def test_the_layer_and_its_parts(tmp_path, monkeypatch, capsys, passes):
     hlo = tmp_path / "hlo"
+    monkeypatch.setattr(mamba2.Layer, "passes", passes)
     report = _run(monkeypatch, tmp_path / "mamba2.json", "mamba2", "--hlo", str(hlo), "--peers", "jax", "hopper")
     rows = {(row["case"].split()[0], row["pass"], row["name"]): row for row in report["rows"]}
     assert {key[:2] for key in rows} == {
@@ -62,10 +64,10 @@ def test_the_layer_and_its_parts(tmp_path, monkeypatch, capsys):
         assert row["relative_error"] < 1e-5
         assert ("share_of_copy" in row) == (kind != "layer")
     assert ("conv", "both", "jax grouped") in rows
-    assert ("layer", "both", "again") not in rows  # it was not asked for
+    assert ("layer", passes[0], "again") not in rows  # it was not asked for
     written = {path.name for path in hlo.iterdir()}
     assert "norm_R12_F16_G2_float32_backward_fast_layers_xla.hlo.txt" in written
-    assert "layer B1 L48 d8 H4 P4 N4 G1 float32, both" in capsys.readouterr().out
+    assert f"layer B1 L48 d8 H4 P4 N4 G1 float32, {passes[0]}" in capsys.readouterr().out
 
 
 def test_a_peer_that_computes_something_else_is_marked(capsys):

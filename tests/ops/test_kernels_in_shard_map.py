@@ -41,6 +41,14 @@ def ssd(backend):
     return call
 
 
+def conv(x, w):
+    return fast_layers.causal_conv1d(jnp.tile(x, 2), w, activation="silu", implementation="hopper")
+
+
+def norm(x, w):
+    return fast_layers.gated_rms_norm(x, x, w, implementation="hopper")
+
+
 # The function, the GPU, and the weights, which all shards share.
 KERNELS = {
     "attention on Hopper": (attention("hopper"), H200, ()),
@@ -49,6 +57,8 @@ KERNELS = {
     "mlp on Blackwell": (mlp("blackwell"), B200, ((64, 128), (128, 64))),
     "ssd on Hopper": (ssd("hopper"), H200, ((2,),)),
     "ssd on Blackwell": (ssd("blackwell"), B200, ((2,),)),
+    "conv on Hopper": (conv, H200, ((4, 128),)),
+    "norm on Hopper": (norm, H200, ((64,),)),
 }
 
 
