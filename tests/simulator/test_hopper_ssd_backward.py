@@ -172,7 +172,6 @@ def test_a_planted_fault_is_found(kernel, name):
     assert simulation.faulty
 
 
-@pytest.mark.exhaustive
 def test_alone_they_have_no_fault():
     """So that it is the planted fault that is found."""
     for simulation in (_states_alone(), _gradients_alone()):

@@ -194,6 +194,7 @@ def _launch(tiles: HopperStateTiles, p: Problem, keep: bool, operands: StateOper
                 state = state_acc[...]
                 values = load_tile(s.value_slots.at[slot, warpgroup])
                 factor = plgpu.load(factors.at[factor_name], layout=BY_ROW, optimized=False)
+                decay = factors[ENTERING, ROWS - 1]
                 if keep:
 
                     @pl.when(i > 0)
@@ -205,7 +206,7 @@ def _launch(tiles: HopperStateTiles, p: Problem, keep: bool, operands: StateOper
                 plgpu.commit_smem()
                 for to in between:
                     plgpu.copy_smem_to_gmem(s.state_slots.at[warpgroup], to.at[chunk_of(i)])
-                state_acc[...] = state * factors[ENTERING, ROWS - 1]
+                state_acc[...] = state * decay
                 plgpu.wgmma(state_acc, entering_slot.T, s.to_slots.at[slot])
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(s.consumed.at[slot])
