@@ -26,25 +26,28 @@ class Launch:
     a_turned: bool = False
     b_turned: bool = False
     dtype: Any = jnp.bfloat16
+    float8: Any = None
 
     @property
     def matmul(self) -> Matmul:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Matmul(**{**fields, "dtype": jnp.dtype(self.dtype)})
+        return Matmul(**{**fields, "dtype": jnp.dtype(self.dtype), "float8": self.float8 and jnp.dtype(self.float8)})
 
     def compilation(self, kernel: str, tiles: Any) -> Compilation:
         """By this module of the op."""
 
         def shape(rows, columns, turned=False) -> Any:
-            return jax.ShapeDtypeStruct((columns, rows) if turned else (rows, columns), self.dtype)
+            return jax.ShapeDtypeStruct((columns, rows) if turned else (rows, columns), self.float8 or self.dtype)
 
         bias: Any = jax.ShapeDtypeStruct((self.columns,), self.dtype)
 
+        scales: Any = self.float8 and jax.ShapeDtypeStruct((self.epilogue.products,), jnp.float32)
         operands = Operands(
             (shape(self.rows, self.depth, self.a_turned),) * self.terms,
             (shape(self.depth, self.columns, self.b_turned),) * max(self.terms, self.epilogue.products),
             tuple(bias if has else None for has in self.epilogue.biases),
             (shape(self.rows, self.columns),) * self.epilogue.reads,
+            scales,
         )
         return Compilation(launch, (operands,), {"kernel": kernel, "m": self.matmul, "tiles": tiles})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import jax.numpy as jnp
 import pytest
 
 from deviceless.mlp import LAUNCHES, MORE, Launch
@@ -21,7 +22,10 @@ Launches = dict[str, tuple[Launch, BlackwellMatmulTiles]]
 
 
 def _as_chosen(launches: dict[str, Launch]) -> Launches:
-    return {name: (x, BlackwellMatmulTiles.of(x.rows, x.columns, x.matmul.needs)) for name, x in launches.items()}
+    return {
+        name: (x, BlackwellMatmulTiles.of(x.rows, x.columns, x.matmul.needs, x.matmul.operand_bytes))
+        for name, x in launches.items()
+    }
 
 
 CHOSEN = _as_chosen(LAUNCHES)
@@ -44,7 +48,13 @@ FIELDS: Launches = {
     "pieces of 64": (UP, BlackwellMatmulTiles(256, piece=64, pieces=1)),
     "64 columns of each product": (GATED, BlackwellMatmulTiles(64, pieces=1)),
 }
-REST = {**{name: x for name, x in CHOSEN.items() if name not in LEAN}, **_as_chosen(MORE), **FIELDS}
+FLOAT8 = _as_chosen(
+    {
+        "e4m3": Launch(TOKENS, 8192, 2048, Activate("gelu_tanh", (True,)), float8=jnp.float8_e4m3fn),
+        "e5m2, gated": Launch(TOKENS, 5504, 2048, Activate("silu", (True, True)), float8=jnp.float8_e5m2),
+    }
+)
+REST = {**{name: x for name, x in CHOSEN.items() if name not in LEAN}, **_as_chosen(MORE), **FIELDS, **FLOAT8}
 MOST_SECONDS = 90.0
 
 

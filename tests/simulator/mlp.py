@@ -18,6 +18,7 @@ from fast_layers.ops.mlp import blackwell_matmul, hopper_matmul, reference, xla
 from fast_layers.ops.mlp.blackwell_config import BlackwellMatmulTiles
 from fast_layers.ops.mlp.config import HopperMatmulTiles
 from fast_layers.ops.mlp.epilogue import Epilogue, Plain
+from fast_layers.ops.mlp.float8 import FORMATS, Float8
 from fast_layers.ops.mlp.matmul import Matmul, Operands
 from fast_layers.ops.mlp.problem import Inputs, Problem, Residuals
 from fast_layers.testing import Simulation, simulate
@@ -41,11 +42,16 @@ class Launch:
     a_turned: bool = False
     b_turned: bool = False
     dtype: Any = jnp.bfloat16
+    float8: str | None = None
 
     @property
     def matmul(self) -> Matmul:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "tiles"}
-        return Matmul(**{**fields, "dtype": jnp.dtype(self.dtype)})
+        return Matmul(**{**fields, "dtype": jnp.dtype(self.dtype), "float8": self._operand_dtype})
+
+    @property
+    def _operand_dtype(self) -> Any:
+        return None if self.float8 is None else FORMATS[self.float8]
 
     @property
     def kernel(self) -> Any:
@@ -59,7 +65,8 @@ class Launch:
             return jnp.asarray(rng.normal(size=shape) * scale, self.dtype)
 
         def matrix(rows, columns, turned, scale=1.0):
-            return normal(*((columns, rows) if turned else (rows, columns)), scale=scale)
+            made = normal(*((columns, rows) if turned else (rows, columns)), scale=scale)
+            return made if self.float8 is None else made.astype(self._operand_dtype)
 
         scale = self.depth**-0.5
         others = max(self.terms, self.epilogue.products)
@@ -68,6 +75,7 @@ class Launch:
             tuple(matrix(self.depth, self.columns, self.b_turned, scale) for _ in range(others)),
             tuple(normal(self.columns) if has else None for has in self.epilogue.biases),
             tuple(normal(self.rows, self.columns) for _ in range(self.epilogue.reads)),
+            None if self.float8 is None else jnp.asarray([2.0, 0.5][: self.epilogue.products], jnp.float32),
         )
 
     def expected(self, operands: Operands, dtype: Any) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -84,6 +92,8 @@ class Launch:
             products = [sum(terms[1:], terms[0])]
         else:
             products = [product(operands.a[0], b) for b in operands.b]
+            if operands.scales is not None:
+                products = [x * scale for x, scale in zip(products, operands.scales, strict=True)]
         biases = [None if b is None else b.astype(wide) for b in operands.biases]
         products = [x.astype(dtype).astype(wide) for x in products]
         written = list(self.epilogue(dtype, products, biases, [x.astype(dtype) for x in operands.read]))
@@ -115,8 +125,8 @@ def _both_passes(backend, problem: Problem, inputs: Inputs, d_out: jax.Array) ->
     return out, saved, backend.backward(problem, Residuals(inputs, *saved), d_out)
 
 
-def check_op(backend: Any, case: cases.Case) -> None:
-    """Both passes of a backend against the reference."""
+def check_op(backend: Any, case: cases.Case, float8: Float8 | None = None) -> None:
+    """Both passes of a backend against the reference, or with 8 bits against the xla backend in float32."""
     built = cases.build(case, jnp.bfloat16)
     inputs, d_out = Inputs(*map(_or_none, built.operands)), jnp.asarray(built.d_out)
     up, gate, down = case.biases
@@ -124,11 +134,13 @@ def check_op(backend: Any, case: cases.Case) -> None:
         *(inputs.x.shape[0], case.in_features, case.hidden_features, case.out_features),
         *(jnp.dtype(jnp.bfloat16), case.activation, case.gated, up, gate, down),
         save="inputs" if case.save == "inputs" else "pre_activation",
+        float8=float8,
     )
     got = simulate(lambda *args: _both_passes(backend, problem, *args), inputs, d_out).check()
     plain = _both_passes(xla, problem, inputs, d_out)
     wide = dataclasses.replace(problem, dtype=jnp.dtype(jnp.float32))
-    oracle = _both_passes(reference, wide, *jax.tree.map(lambda x: x.astype(jnp.float32), (inputs, d_out)))
+    wide_arrays = jax.tree.map(lambda x: x.astype(jnp.float32), (inputs, d_out))
+    oracle = _both_passes(reference if float8 is None else xla, wide, *wide_arrays)
     assert_trees_close(got, oracle, plain)
 
 

@@ -11,6 +11,7 @@ from ops.mlp import cases
 from fast_layers.ops.mlp import blackwell_call
 from fast_layers.ops.mlp.blackwell_config import BlackwellMatmulTiles
 from fast_layers.ops.mlp.epilogue import Activate, Differentiate, Plain
+from fast_layers.ops.mlp.float8 import Float8
 from simulator.mlp import BlackwellSlip, Launch, changed, check, check_op, run
 
 pytestmark = pytest.mark.simulator
@@ -25,9 +26,9 @@ GATED = (True, False)
 CASES = {
     "backward, gated": Launch(130, 72, 136, ONE_WG, Differentiate("gelu", (True, True)), b_turned=True),
     "a pair, both turned": Launch(264, 136, 264, PAIR, a_turned=True, b_turned=True),
-    "a pair, gated": Launch(130, 72, 136, PAIR_OF_TWO, Activate("gelu_tanh", GATED)),
 }
 MORE = {
+    "a pair, gated": Launch(130, 72, 136, PAIR_OF_TWO, Activate("gelu_tanh", GATED)),
     "plain": Launch(200, 72, 456, ALONE, Plain((True,))),
     "A turned": Launch(72, 136, 450, ONE_WG, a_turned=True),
     "B turned": Launch(130, 72, 456, ALONE, b_turned=True),
@@ -141,3 +142,21 @@ OPS = {
 )
 def test_both_passes(name):
     check_op(blackwell_call, OPS[name])
+
+
+FLOAT8: dict[str, tuple[Float8, cases.Case]] = {
+    "e4m3, gated": ("e4m3", cases.Case((130,), 144, 80, 48, "silu", True, (True, False, True))),
+    "e5m2, saves inputs": ("e5m2", cases.Case((300,), 144, 272, None, "gelu", False, (True, False, False), "inputs")),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FLOAT8)
+def test_both_passes_with_a_forward_of_8_bits(name):
+    float8, case = FLOAT8[name]
+    check_op(blackwell_call, case, float8)
+
+
+def test_8_bits():
+    """Two tiles deep, and products that are scaled."""
+    check(Launch(130, 136, 200, BlackwellMatmulTiles(128, stages=2), Activate("relu", GATED), float8="e4m3"))

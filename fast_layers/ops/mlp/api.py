@@ -15,6 +15,7 @@ from fast_layers import dispatch
 from fast_layers.ops.mlp import reference, sharding
 from fast_layers.ops.mlp.activations import canonical_name
 from fast_layers.ops.mlp.backends import BACKENDS
+from fast_layers.ops.mlp.float8 import FORMATS, Float8
 from fast_layers.ops.mlp.problem import SAVES, Inputs, Problem, Residuals, Save
 
 OP = "mlp"
@@ -36,6 +37,7 @@ def mlp(
     activation: str | None = "gelu_tanh",
     save: Save = "pre_activation",
     precision: Any = None,
+    float8: Float8 | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*B O"]:
     r"""h w_down + b_down, where h = activation(x w_up + b_up), or activation(x w_gate + b_gate) * (x w_up + b_up).
@@ -55,6 +57,10 @@ def mlp(
         x w_gate + b_gate, [B.., F] each, in x's dtype; "inputs": nothing, and the backward computes them again, one
         or two matmuls more.
       precision: of the matmuls, forward and backward, as in `jax.lax.dot_general`.
+      float8: "e4m3" or "e5m2": the forward's matmuls take their operands (x, the weights, h) rounded to 8 bits, each
+        divided before by a scale of its own, the least power of two with which its largest element fits; products are
+        summed in float32. Biases, activation and what is saved stay as they are, and gradients are those of operands
+        that were not rounded, in x's dtype. Not for float64.
       implementation: a backend by name, which raises if it refuses; None takes the best (see `fast_layers.explain`).
 
     Returns:
@@ -69,7 +75,7 @@ def mlp(
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
     inputs = _check(x, w_up=w_up, w_gate=w_gate, w_down=w_down, b_up=b_up, b_gate=b_gate, b_down=b_down)
-    return _call(inputs, activation, save, precision, implementation)
+    return _call(inputs, activation, save, precision, float8, implementation)
 
 
 def linear(
@@ -82,6 +88,7 @@ def linear(
     b_gate: ArrayLike | None = None,
     save: Save = "pre_activation",
     precision: Any = None,
+    float8: Float8 | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*B F"]:
     """activation(x w + b), or activation(x gate + b_gate) * (x w + b): `mlp` without its down-projection.
@@ -92,7 +99,8 @@ def linear(
       x: [B.., I], bfloat16, float16, float32 or float64; all other operands have the same dtype.
       w, gate: [I, F], as Flax kernels.
       b, b_gate: [F].
-      activation, save, precision, implementation: as in `mlp`. Without activation and gate nothing is saved but x.
+      activation, save, precision, float8, implementation: as in `mlp`. Without activation and gate nothing is saved but
+        x.
 
     Returns:
       [B.., F] in x's dtype.
@@ -105,10 +113,17 @@ def linear(
     # The operands' names in messages are those of this function.
     names = {"w_up": "w", "b_up": "b", "w_gate": "gate"}
     inputs = _check(x, w_up=w, b_up=b, w_gate=gate, b_gate=b_gate, names=names)
-    return _call(inputs, activation, save, precision, implementation)
+    return _call(inputs, activation, save, precision, float8, implementation)
 
 
-def problem_of(inputs: Inputs, *, activation: str, save: Save = "pre_activation", precision: Any = None) -> Problem:
+def problem_of(
+    inputs: Inputs,
+    *,
+    activation: str,
+    save: Save = "pre_activation",
+    precision: Any = None,
+    float8: Float8 | None = None,
+) -> Problem:
     """The static facts of a call with these arrays, or shapes; x is [M, I]."""
     tokens, in_features = inputs.x.shape
     return Problem(
@@ -124,14 +139,19 @@ def problem_of(inputs: Inputs, *, activation: str, save: Save = "pre_activation"
         down_bias=inputs.b_down is not None,
         save=save,
         precision=precision,
+        float8=float8,
     )
 
 
-def _call(inputs: Inputs, activation, save, precision, implementation) -> Array:
+def _call(inputs: Inputs, activation, save, precision, float8, implementation) -> Array:
     if save not in SAVES:
         raise ValueError(f"{save=}: must be {' or '.join(map(repr, SAVES))}")
+    if float8 is not None and float8 not in FORMATS:
+        raise ValueError(f"{float8=}: must be {' or '.join(map(repr, FORMATS))}, or None")
+    if float8 is not None and inputs.x.dtype == jnp.float64:
+        raise ValueError(f"{float8=}: products are summed in float32, got float64; cast the operands, or leave it out")
     precision = tuple(precision) if isinstance(precision, list) else precision  # hashable, as part of the Problem
-    options = {"activation": canonical_name(activation), "save": save, "precision": precision}
+    options = {"activation": canonical_name(activation), "save": save, "precision": precision, "float8": float8}
     return sharding.per_shard(functools.partial(_choose_and_run, options, implementation), inputs)
 
 

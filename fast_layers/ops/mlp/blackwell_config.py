@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from fast_layers.ops.mlp.config import DEPTH_TILE, EpilogueNeeds
+from fast_layers.ops.mlp.config import EpilogueNeeds
 
 BLACKWELL_SMEM_BYTES = 227 << 10
 """Shared memory that one block may have."""
@@ -13,6 +13,8 @@ BLACKWELL_TMEM_COLUMNS = 512
 BLACKWELL_SMS = 148
 ROWS = 128
 """Of one block's tile: the lanes of tensor memory."""
+DEPTH_BYTES = 128
+"""Of one step: TMA's widest swizzle."""
 BUFFERS = 2
 """Of products in tensor memory: one is multiplied into while the epilogue works on the other."""
 _COLUMNS = (64, 128, 256)
@@ -31,10 +33,10 @@ _RESERVED_BYTES = 2048
 class BlackwellMatmulTiles:
     """The matmul kernel's shape. No choice among them has been timed.
 
-    `columns` of each product; `stages` slots for operands, each 64 deep; `collective`: two blocks of a cluster multiply
-    together, each with half of the rows of one tile and half of what stands on the right; `epilogue_wgs` warpgroups,
-    which share the columns; they take `piece` columns at a time, and have `pieces` reads and writes under way;
-    `row_group` tiles of rows that are gone through side by side, for the sake of L2.
+    `columns` of each product; `stages` slots for operands, each 128 bytes deep; `collective`: two blocks of a cluster
+    multiply together, each with half of the rows of one tile and half of what stands on the right; `epilogue_wgs`
+    warpgroups, which share the columns; they take `piece` columns at a time, and have `pieces` reads and writes under
+    way; `row_group` tiles of rows that are gone through side by side, for the sake of L2.
     """
 
     columns: int
@@ -87,48 +89,54 @@ class BlackwellMatmulTiles:
         """Of what stands on the right, in one block's shared memory."""
         return products * self.columns // self.ranks
 
+    def matmuls(self, products: int) -> int:
+        """In a step: a pair has the columns of all products side by side."""
+        return 1 if self.collective else products
+
+    def matmul_columns(self, products: int) -> int:
+        return products * self.columns // self.matmuls(products)
+
     def tmem_columns(self, products: int) -> int:
         return BUFFERS * products * self.columns
 
     def smem_bytes(self, needs: EpilogueNeeds) -> int:
-        stage = _ITEMSIZE * DEPTH_TILE * (ROWS + self.block_columns(needs.products))
+        stage = DEPTH_BYTES * (ROWS + self.block_columns(needs.products))
         per_column = (needs.reads + needs.writes) * ROWS * _ITEMSIZE + needs.sums * 4
         return self.stages * stage + self.epilogue_wgs * self.pieces * self.piece * per_column + _RESERVED_BYTES
 
-    def objection(self, needs: EpilogueNeeds) -> str | None:
-        """Why this shape cannot have such an epilogue."""
+    def objection(self, needs: EpilogueNeeds, operand_bytes: int = 2) -> str | None:
+        """Why this shape cannot have such an epilogue, or operands of so many bytes a number."""
         if (columns := needs.products * self.columns) > _MOST_COLUMNS:
             return f"{columns} columns of products exceed {_MOST_COLUMNS}: two buffers fill tensor memory; take fewer"
-        if self.block_columns(needs.products) < 64:
-            return f"half of {columns} columns is less than TMA's swizzle of 64: take more, or no collective"
+        if (slot := self.matmul_columns(needs.products) * operand_bytes // self.ranks) < DEPTH_BYTES:
+            return f"{slot} bytes of columns in a slot are less than TMA's swizzle of {DEPTH_BYTES}: take more columns"
         if (smem := self.smem_bytes(needs)) > BLACKWELL_SMEM_BYTES:
             return f"{smem} bytes of shared memory exceed {BLACKWELL_SMEM_BYTES}: take fewer stages or pieces"
         return None
 
     def clocks(self, rows: int, columns: int, products: int) -> int:
-        """Of a product's 64 deep step, times the rounds that the blocks go: a bound for choosing.
+        """Of a product's step of 128 bytes, times the rounds that the blocks go: a bound for choosing.
 
         From the tensor core's rate, and that of shared memory, which TMA writes and the tensor core reads.
         """
         tiles = math.ceil(rows / self.tile_rows) * math.ceil(columns / self.columns)
         rounds = math.ceil(tiles / (BLACKWELL_SMS // self.ranks))
-        operations = 2 * ROWS * products * self.columns * DEPTH_TILE
-        # A product for each block's own half of the right side, or one for each of the products.
-        matmuls = 1 if self.collective else products
+        # Twice as deep with 8 bits, and twice as fast.
+        operations = 2 * ROWS * products * self.columns * DEPTH_BYTES // _ITEMSIZE
         written = ROWS + self.block_columns(products)
-        read = matmuls * ROWS + self.block_columns(products)
-        smem = _ITEMSIZE * DEPTH_TILE * (written + read)
+        read = self.matmuls(products) * ROWS + self.block_columns(products)
+        smem = DEPTH_BYTES * (written + read)
         return rounds * max(operations // _OPERATIONS_PER_CLOCK, smem // _SMEM_BYTES_PER_CLOCK)
 
     @classmethod
-    def of(cls, rows: int, columns: int, needs: EpilogueNeeds) -> BlackwellMatmulTiles:
+    def of(cls, rows: int, columns: int, needs: EpilogueNeeds, operand_bytes: int = 2) -> BlackwellMatmulTiles:
         """For a product of so many rows and columns: the least clocks, and among equals pairs and the widest."""
         possible = (
             cls(width, stages=2, collective=collective, pieces=1)
             for collective in (True, False)
             for width in reversed(_COLUMNS)
         )
-        possible = [tiles for tiles in possible if tiles.objection(needs) is None]
+        possible = [tiles for tiles in possible if tiles.objection(needs, operand_bytes) is None]
         return min(possible, key=lambda t: t.clocks(rows, columns, needs.products))._deepened(needs)
 
     def _deepened(self, needs: EpilogueNeeds) -> BlackwellMatmulTiles:

@@ -38,9 +38,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.smem_tile import smem_tile
-from fast_layers.ops.mlp.blackwell_config import BLACKWELL_SMS, BUFFERS, ROWS, BlackwellMatmulTiles
+from fast_layers.ops.mlp.blackwell_config import BLACKWELL_SMS, BUFFERS, DEPTH_BYTES, ROWS, BlackwellMatmulTiles
 from fast_layers.ops.mlp.column_sums import sum_over_rows
-from fast_layers.ops.mlp.config import DEPTH_TILE
 from fast_layers.ops.mlp.matmul import (
     TMA_COLUMNS,
     TMA_ROWS,
@@ -61,8 +60,8 @@ BY_COLUMN = STAGED.reduce(0)
 
 
 def multiply(m: Matmul, operands: Operands, tiles: BlackwellMatmulTiles | None = None) -> Results:
-    tiles = BlackwellMatmulTiles.of(m.rows, m.columns, m.needs) if tiles is None else tiles
-    reason = tiles.objection(m.needs)
+    tiles = BlackwellMatmulTiles.of(m.rows, m.columns, m.needs, m.operand_bytes) if tiles is None else tiles
+    reason = tiles.objection(m.needs, m.operand_bytes)
     assert reason is None, reason
     fitted = fit_operands(
         m,
@@ -71,6 +70,7 @@ def multiply(m: Matmul, operands: Operands, tiles: BlackwellMatmulTiles | None =
         columns=tiles.columns,
         b_window=tiles.columns * (m.epilogue.products if tiles.collective else 1),
         piece=(ROWS, tiles.piece),
+        depth=DEPTH_BYTES // m.operand_bytes,
     )
     return trim(m, *_launch(tiles, m, fitted))
 
@@ -80,11 +80,13 @@ def multiply(m: Matmul, operands: Operands, tiles: BlackwellMatmulTiles | None =
 def _launch(tiles: BlackwellMatmulTiles, m: Matmul, operands: Operands) -> tuple[list[Array], list[Array]]:
     epilogue, stages, ranks, columns = m.epilogue, tiles.stages, tiles.ranks, tiles.columns
     width = epilogue.products * columns
-    matmuls = 1 if tiles.collective else epilogue.products
+    matmuls, matmul_columns = tiles.matmuls(epilogue.products), tiles.matmul_columns(epilogue.products)
+    operand_dtype = m.dtype if m.float8 is None else m.float8
+    depth_tile = DEPTH_BYTES // m.operand_bytes
     row_tiles, column_tiles = -(-m.rows // tiles.tile_rows), -(-m.columns // columns)
     total = row_tiles * column_tiles
     clusters = min(BLACKWELL_SMS // ranks, total)
-    steps_per_term = -(-m.depth // DEPTH_TILE)
+    steps_per_term = -(-m.depth // depth_tile)
     steps = m.terms * steps_per_term
     piece_columns, wg_columns = tiles.piece, columns // tiles.epilogue_wgs
     tree = jax.tree.structure(operands)
@@ -153,7 +155,7 @@ def _launch(tiles: BlackwellMatmulTiles, m: Matmul, operands: Operands) -> tuple
                 plgpu.copy_gmem_to_smem(window, to, s.ready.at[slot], **halves)
 
             def copy_term(a_ref, b_refs, k):
-                depth = pl.ds(k * DEPTH_TILE, DEPTH_TILE)
+                depth = pl.ds(k * depth_tile, depth_tile)
                 copy_a(a_ref, depth)
                 for j, b_ref in enumerate(b_refs):
                     if not tiles.collective or len(b_refs) == 1:
@@ -187,7 +189,7 @@ def _launch(tiles: BlackwellMatmulTiles, m: Matmul, operands: Operands) -> tuple
             a = s.a_slots.at[slot].T if m.a_turned else s.a_slots.at[slot]
             for j in range(matmuls):
                 b = s.b_slots.at[slot, j].T if m.b_turned else s.b_slots.at[slot, j]
-                own = pl.ds(buffer * width + j * (width // matmuls), width // matmuls)
+                own = pl.ds(buffer * width + j * matmul_columns, matmul_columns)
                 plgpu.tcgen05_mma(s.products.at[:, own], a, b, accumulate=i > 0, **together)
             plgpu.tcgen05_commit_arrive(s.consumed.at[slot], **together)
 
@@ -218,8 +220,9 @@ def _launch(tiles: BlackwellMatmulTiles, m: Matmul, operands: Operands) -> tuple
             parts = [pl.ds(first + j * columns, piece_columns) for j in range(epilogue.products)]
             loaded = [plgpu.async_load_tmem(s.products.at[:, part], layout=STAGED) for part in parts]
             plgpu.wait_load_tmem()
-            return loaded
+            return loaded if scales is None else [x * scale for x, scale in zip(loaded, scales, strict=True)]
 
+        scales = None if inputs.scales is None else [inputs.scales[j] for j in range(epilogue.products)]
         count = wg_columns // piece_columns
         for piece in range(tiles.pieces):
             read_piece(piece)
@@ -252,15 +255,14 @@ def _launch(tiles: BlackwellMatmulTiles, m: Matmul, operands: Operands) -> tuple
             for slot, ref in zip(write_slots, written, strict=True):
                 plgpu.copy_smem_to_gmem(s.write_slots.at[slot], ref.at[pl.ds(row, ROWS), columns_of(piece)])
 
-    a_tile = (DEPTH_TILE, ROWS) if m.a_turned else (ROWS, DEPTH_TILE)
-    b_columns = tiles.block_columns(epilogue.products) // matmuls
-    b_tile = (b_columns, DEPTH_TILE) if m.b_turned else (DEPTH_TILE, b_columns)
+    a_tile = oriented(ROWS, depth_tile, m.a_turned)
+    b_tile = oriented(depth_tile, matmul_columns // ranks, m.b_turned)
     slots = tiles.epilogue_wgs * tiles.pieces
     in_order: Any = functools.partial(plgpu.Barrier, orders_tensor_core=True)
     reading: Any = {"num_arrivals": tiles.epilogue_wgs, "num_barriers": BUFFERS, "orders_tensor_core": True}
     scratch = {
-        "a_slots": smem_tile(stages, *a_tile, dtype=m.dtype),
-        "b_slots": smem_tile(stages, matmuls, *b_tile, dtype=m.dtype),
+        "a_slots": smem_tile(stages, *a_tile, dtype=operand_dtype),
+        "b_slots": smem_tile(stages, matmuls, *b_tile, dtype=operand_dtype),
         "write_slots": smem_tile(slots * epilogue.writes, ROWS, piece_columns, dtype=m.dtype),
         "products": plgpu.TMEM((ROWS, BUFFERS * width), jnp.float32, collective=tiles.collective),
         "ready": plgpu.Barrier(num_arrivals=1 + matmuls, num_barriers=stages),

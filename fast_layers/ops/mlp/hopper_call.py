@@ -18,6 +18,8 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
         return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got {arch}"
     if arch.capability != (9, 0):
         return f"needs compute capability 9.0 (H100, H200), got {arch.capability[0]}.{arch.capability[1]}"
+    if problem.float8 is not None:
+        return "takes no float8; leave it out"
     return kernel_call.objection(problem)
 
 

@@ -8,8 +8,8 @@ from jax import lax
 from fast_layers.kernel_parts import automatic_axes
 from fast_layers.ops.mlp.problem import Problem
 
-ALIGNMENT = 8
-"""Features: TMA wants rows that start at multiples of 16 bytes."""
+ALIGNMENT_BYTES = 16
+"""Of rows, for TMA."""
 _PLAIN = (None, lax.Precision.DEFAULT, "default", "fastest")
 _PLAIN_PRECISIONS = (*_PLAIN, *((one, other) for one in _PLAIN for other in _PLAIN))
 
@@ -22,11 +22,12 @@ def objection(p: Problem) -> str | None:
         return f"takes bfloat16 and float16, got {p.dtype}; cast the inputs"
     if p.precision not in _PLAIN_PRECISIONS:
         return f"sums 16-bit products in float32, and has no precision {p.precision}; leave it out"
-    features = {"in": p.in_features, "hidden": p.hidden_features, "out": p.out_features or ALIGNMENT}
+    alignment = ALIGNMENT_BYTES // (2 if p.float8 is None else 1)
+    features = {"in": p.in_features, "hidden": p.hidden_features, "out": p.out_features or alignment}
     sizes = (p.tokens, *features.values())
     if not all(isinstance(size, int) for size in sizes):
         symbolic = ", ".join(str(size) for size in sizes if not isinstance(size, int))
         return f"needs sizes known when tracing, got symbolic {symbolic}"
-    if uneven := [f"{name}_features={size}" for name, size in features.items() if size % ALIGNMENT]:
-        return f"takes features in multiples of {ALIGNMENT}, got {', '.join(uneven)}; pad the weights"
+    if uneven := [f"{name}_features={size}" for name, size in features.items() if size % alignment]:
+        return f"takes features in multiples of {alignment}, got {', '.join(uneven)}; pad the weights"
     return None

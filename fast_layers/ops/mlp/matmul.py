@@ -17,8 +17,10 @@ from fast_layers.ops.mlp.config import DEPTH_TILE, EpilogueNeeds
 from fast_layers.ops.mlp.epilogue import Epilogue, Plain
 
 TMA_ROWS = 8
-"""TMA sees a matrix in tiles of 8 rows and up to 64 columns, of which it must have whole ones."""
-TMA_COLUMNS = 64
+"""TMA sees a matrix in tiles of 8 rows and up to 128 bytes of columns, of which it must have whole ones."""
+TMA_BYTES = 128
+TMA_COLUMNS = TMA_BYTES // 2
+"""Of 16 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +36,15 @@ class Matmul:
     """How many pairs of A and B one product is the sum of. Their A and B are the launch's first operands."""
     a_turned: bool = False
     b_turned: bool = False
+    float8: jnp.dtype | None = None
+    """Of A and B, if they have 8 bits and scales; else theirs is `dtype`."""
 
     def __post_init__(self):
         assert self.terms == 1 or self.epilogue.products == 1
+
+    @property
+    def operand_bytes(self) -> int:
+        return (self.dtype if self.float8 is None else self.float8).itemsize
 
     @property
     def needs(self) -> EpilogueNeeds:
@@ -45,12 +53,16 @@ class Matmul:
 
 
 class Operands(NamedTuple):
-    """As many A as terms, as many B as terms or products; `read` are [R, C]; a bias is None or float32 [C]."""
+    """As many A as terms, as many B as terms or products; `read` are [R, C]; a bias is None or float32 [C].
+
+    `scales` is for 8 bits: by what each product is multiplied.
+    """
 
     a: tuple[Array, ...]
     b: tuple[Array, ...]
     biases: tuple[Float[Array, " C"] | None, ...]
     read: tuple[Array, ...] = ()
+    scales: Float[Array, " P"] | None = None
 
 
 Results = tuple[list[Array], list[Array]]
@@ -59,23 +71,31 @@ Multiply = Callable[[Matmul, Operands], Results]
 
 
 def fit_operands(
-    m: Matmul, operands: Operands, *, rows: int, columns: int, b_window: int, piece: tuple[int, int]
+    m: Matmul,
+    operands: Operands,
+    *,
+    rows: int,
+    columns: int,
+    b_window: int,
+    piece: tuple[int, int],
+    depth: int = DEPTH_TILE,
 ) -> Operands:
-    """Each at least one window of TMA's: `rows` of A, `b_window` of B's columns, a `piece` of what is read; biases for
-    whole tiles of `columns`."""
-    a_least, b_least = (rows, DEPTH_TILE), (DEPTH_TILE, b_window)
+    """Each at least one window of TMA's: `rows` of A, `b_window` of B's columns, `depth` of both, a `piece` of what is
+    read; biases for whole tiles of `columns`."""
+    a_least, b_least = (rows, depth), (depth, b_window)
     return Operands(
         tuple(fit(x, *(a_least[::-1] if m.a_turned else a_least)) for x in operands.a),
         tuple(fit(x, *(b_least[::-1] if m.b_turned else b_least)) for x in operands.b),
         tuple(None if x is None else _whole_tiles(x, columns) for x in operands.biases),
         tuple(fit(x, *piece) for x in operands.read),
+        operands.scales,
     )
 
 
 def fit(x: Array, least_rows: int, least_columns: int) -> Array:
-    """`x` with zeros below and beside it, if TMA needs them: in whole tiles of 8 x 64, and at least one window."""
+    """`x` with zeros below and beside it, if TMA needs them: in whole tiles, and at least one window."""
     rows = max(round_up(x.shape[0], TMA_ROWS), least_rows)
-    columns = max(round_up(x.shape[1], TMA_COLUMNS), least_columns)
+    columns = max(round_up(x.shape[1], TMA_BYTES // x.dtype.itemsize), least_columns)
     if (rows, columns) == x.shape:
         return x
     return jnp.pad(x, [(0, rows - x.shape[0]), (0, columns - x.shape[1])])

@@ -24,7 +24,8 @@ from jax.custom_batching import custom_vmap, sequential_vmap
 from jaxtyping import Array, Float
 
 from fast_layers.ops.mlp.epilogue import Activate, Differentiate, Epilogue, Plain
-from fast_layers.ops.mlp.matmul import Matmul, Multiply, Operands
+from fast_layers.ops.mlp.float8 import scaled
+from fast_layers.ops.mlp.matmul import Matmul, Multiply, Operands, Results
 from fast_layers.ops.mlp.problem import Inputs, PreActivations, Problem, Residuals
 
 
@@ -35,7 +36,8 @@ def forward(multiply: Multiply, problem: Problem, inputs: Inputs) -> tuple[Float
     @mapped.def_vmap
     def _many(axis_size, in_batched, inputs):
         (batched,) = in_batched
-        if jax.tree.leaves(batched._replace(x=False)).count(True):
+        # With 8 bits each example has scales of its own.
+        if problem.float8 is not None or jax.tree.leaves(batched._replace(x=False)).count(True):
             one_by_one = sequential_vmap(functools.partial(_forward, multiply, problem))
             axes: Any = [0 if b else None for b in batched]
             results = jax.vmap(one_by_one, in_axes=(Inputs(*axes),))(inputs)
@@ -56,10 +58,10 @@ def backward(multiply: Multiply, problem: Problem, residuals: Residuals, d_out: 
 def _forward(multiply: Multiply, p: Problem, inputs: Inputs) -> tuple[Float[Array, "M O"], PreActivations]:
     biases, weights = _up_and_gate(inputs)
     epilogue = Activate(p.activation, tuple(b is not None for b in biases), p.saves_up)
-    (out, *pre), _ = _product(multiply, (inputs.x,), weights, epilogue, biases=biases)
+    (out, *pre), _ = _forward_product(multiply, p, inputs.x, weights, epilogue, biases)
     if inputs.w_down is not None:
         bias = inputs.b_down
-        (out,), _ = _product(multiply, (out,), (inputs.w_down,), Plain((bias is not None,)), biases=(bias,))
+        (out,), _ = _forward_product(multiply, p, out, (inputs.w_down,), Plain((bias is not None,)), (bias,))
     up, gate = (*pre, None, None)[:2]
     return out, (up, gate)
 
@@ -73,7 +75,7 @@ def _backward(multiply: Multiply, p: Problem, residuals: Residuals, d_out: Float
     biases, weights = _up_and_gate(inputs)
     biased = tuple(b is not None for b in biases)
     if not pre and not _is_bare(p):
-        pre, _ = _product(multiply, (inputs.x,), weights, Plain(biased), biases=biases)
+        pre, _ = _forward_product(multiply, p, inputs.x, weights, Plain(biased), biases)
     d_w_down = None
     if inputs.w_down is not None:
         epilogue = Differentiate(p.activation, biased)
@@ -113,6 +115,23 @@ def _up_and_gate(inputs: Inputs) -> tuple[tuple[Array | None, ...], tuple[Array,
     return (inputs.b_up, inputs.b_gate), (inputs.w_up, inputs.w_gate)
 
 
+def _forward_product(
+    multiply: Multiply,
+    p: Problem,
+    a: Array,
+    b: tuple[Array, ...],
+    epilogue: Epilogue,
+    biases: tuple[Array | None, ...],
+) -> Results:
+    """Of operands rounded to 8 bits, if that is asked for."""
+    if p.float8 is None:
+        return _product(multiply, (a,), b, epilogue, biases=biases)
+    left, *right = (scaled(x, p.float8) for x in (a, *b))
+    m = Matmul(a.shape[0], b[0].shape[1], a.shape[1], p.dtype, epilogue, float8=left.values.dtype)
+    scales = jnp.stack([left.scale * x.scale for x in right])
+    return multiply(m, Operands((left.values,), tuple(x.values for x in right), biases, scales=scales))
+
+
 def _product(
     multiply: Multiply,
     a: tuple[Array, ...],
@@ -123,7 +142,7 @@ def _product(
     b_turned: bool = False,
     biases: tuple[Array | None, ...] = (None,),
     read: tuple[Array, ...] = (),
-) -> tuple[list[Array], list[Array]]:
+) -> Results:
     """`multiply`, with sizes and dtype taken from the operands."""
     rows, depth = a[0].shape[::-1] if a_turned else a[0].shape
     columns = b[0].shape[0 if b_turned else 1]

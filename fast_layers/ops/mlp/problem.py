@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fast_layers.ops.mlp.float8 import Float8
+
 Save = Literal["pre_activation", "inputs"]
 SAVES: tuple[Save, ...] = ("pre_activation", "inputs")
 
@@ -41,6 +43,8 @@ class Problem:
     """What the forward keeps for the backward besides the inputs; a call without gradients keeps nothing and has
     "inputs" here."""
     precision: Any = None
+    float8: Float8 | None = None
+    """To which the operands of the forward's matmuls are rounded."""
 
     @property
     def has_down(self) -> bool:
@@ -71,6 +75,7 @@ class Problem:
             str(self.dtype),
             f"{self.activation}{' gate' if self.gated else ''}",
             *([f"bias {' '.join(biases)}"] if biases else []),
+            *([f"{self.float8} forward"] if self.float8 else []),
             *(["saves inputs only"] if self.save == "inputs" else []),
         ]
         return ", ".join(facts)

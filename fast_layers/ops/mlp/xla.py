@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fast_layers.ops.mlp.activations import ACTIVATIONS
+from fast_layers.ops.mlp.float8 import scaled
 from fast_layers.ops.mlp.problem import Inputs, PreActivations, Problem, Residuals
 
 
@@ -110,7 +111,7 @@ def _widen(p: Problem, pre: Array) -> Array:
 
 
 def _affine(p: Problem, x: Array, w: Array, b: Array | None) -> Array:
-    product = _matmul(p, x, w, contract=(1, 0))
+    product = _matmul(p, x, w, contract=(1, 0)) if p.float8 is None else _float8_matmul(p, x, w)
     return product if b is None else product + b[None]
 
 
@@ -118,6 +119,13 @@ def _matmul(p: Problem, a: Array, b: Array, *, contract: tuple[int, int]) -> Arr
     """In the inputs' dtype, as Flax's layers do it; the device sums 16-bit products in float32 by itself."""
     first, second = contract
     return lax.dot_general(a, b, (((first,), (second,)), ((), ())), precision=p.precision)
+
+
+def _float8_matmul(p: Problem, a: Array, b: Array) -> Array:
+    assert p.float8 is not None
+    a8, b8 = scaled(a, p.float8), scaled(b, p.float8)
+    product = lax.dot_general(a8.values, b8.values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return (product * (a8.scale * b8.scale)).astype(p.dtype)
 
 
 def _sum_over_tokens(p: Problem, x: Float[Array, "M F"]) -> Float[Array, " F"]:

@@ -47,3 +47,11 @@ def test_refuses_other_devices(arch):
     wanted = "needs an NVIDIA GPU of compute capability 10.0 (B200) or 10.3 (B300), got"
     for pass_ in PASSES:
         assert wanted in (blackwell_call.supports(PROBLEM, arch, pass_) or "")
+
+
+def test_8_bits_need_longer_rows():
+    problem = dataclasses.replace(PROBLEM, float8="e4m3")
+    assert blackwell_call.supports(problem, B200, "forward") is None
+    odd = dataclasses.replace(problem, hidden_features=264)
+    wanted = "takes features in multiples of 16, got hidden_features=264; pad the weights"
+    assert blackwell_call.supports(odd, B200, "forward") == wanted

@@ -79,3 +79,11 @@ def test_clocks_are_the_slower_of_multiplying_and_of_shared_memory():
     assert pair.clocks(256, 256, products=1) == 512  # both: 2 x 256 x 256 x 64 operations, and 64 KiB
     assert alone.clocks(256, 256, products=1) == 768  # 96 KiB
     assert pair.clocks(256, 256 * 75, products=1) == 2 * 512  # one more than there are pairs
+
+
+def test_8_bits_want_more_columns_in_a_slot():
+    needs, narrow = NEEDS["plain"], BlackwellMatmulTiles(128)
+    assert narrow.objection(needs) is None
+    assert "64 bytes of columns in a slot" in (narrow.objection(needs, 1) or "")
+    for rows, columns in itertools.product((1, 130, 4096), (64, 2048)):
+        assert BlackwellMatmulTiles.of(rows, columns, needs, 1).objection(needs, 1) is None
