@@ -113,7 +113,7 @@ FAULTS = {
     "the neighbour's products overwritten": (PAIRED, BlackwellSlip(alone=True), "TMEM"),
 }
 # The rest need the same machinery to be found.
-LEAN_FAULTS = {"operands freed in flight", "products overwritten", "the neighbour's products overwritten"}
+LEAN_FAULTS = {"products overwritten", "the neighbour's products overwritten"}
 
 
 @pytest.mark.parametrize(
