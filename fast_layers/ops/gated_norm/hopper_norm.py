@@ -222,7 +222,8 @@ class _Block:
         return jnp.where(row >= lax.broadcast_in_dim(had, x.shape, ()), x, jnp.zeros_like(x))
 
     def load(self, ref: Any) -> Float[Array, "Q D"]:
-        return plgpu.load(ref, layout=self.layout).astype(jnp.float32)
+        # JAX 0.11 calls no load from global memory in such a layout optimised; these are, by their vectors.
+        return plgpu.load(ref, layout=self.layout, optimized=False).astype(jnp.float32)
 
     def weight(self, piece: int) -> Float[Array, "Q D"]:
         """Of the cache, in each step anew, for it would take as many registers as a row."""
