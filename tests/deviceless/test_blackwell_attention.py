@@ -92,7 +92,7 @@ REST = {
     "d256 causal": Call(qk_dim=256, options=CAUSAL, spills=80),
     "few queries": Call(100, kv_heads=4, options=CAUSAL, spills=40),
     "d128 causal, polynomials": Call(tiles={"polynomial_columns": 8}, options=CAUSAL, spills=40),
-    "d128 causal, dynamic": Call(tiles={"dynamic": True}, options=CAUSAL, spills=180),
+    "d128 causal, dynamic": Call(tiles={"dynamic": True}, options=CAUSAL, spills=400),
     "d128 bias": Call(2048, bias=True, spills=40),
     "d128 causal, dropout": Call(2048, options=CAUSAL | DROPOUT, spills=40),
     "d64 mask, dropout": Call(2048, qk_dim=64, mask=True, options=DROPOUT, spills=40),
