@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -22,19 +21,14 @@ _GELU_CUBIC = 0.044715  # Hendrycks and Gimpel, "Gaussian Error Linear Units" (2
 
 
 class Activation(NamedTuple):
-    """Elementwise, float32 to float32 (float64 to float64)."""
+    """Elementwise, float32 to float32 (float64 to float64). JAX's own derivative of `function` may be NaN far out."""
 
     function: Callable[[Array], Array]
     derivative: Callable[[Array], Array]
 
 
-@jax.custom_jvp
 def _sigmoid(x: Array) -> Array:
     return 1.0 / (1.0 + jnp.exp(-x))
-
-
-# Far below 0, JAX's derivative of the formula is NaN: exp(-x) is inf, and its square divides it.
-_sigmoid.defjvps(lambda d_x, s, x: d_x * s * (1.0 - s))
 
 
 def _d_sigmoid(x: Array) -> Array:
@@ -69,7 +63,6 @@ def _d_gelu_tanh(x: Array) -> Array:
     return s + x * s * (1.0 - s) * _d_gelu_logit(x)
 
 
-@jax.custom_jvp
 def _gelu_logit(x: Array) -> Array:
     """(1 + tanh(u)) / 2 is sigmoid(2 u), which is precise where tanh(u) is close to -1."""
     return _GELU_SLOPE * (x + _GELU_CUBIC * x * x * x)
@@ -78,9 +71,6 @@ def _gelu_logit(x: Array) -> Array:
 def _d_gelu_logit(x: Array) -> Array:
     """Not above what it is where the sigmoid has become 0 or 1 in float64 too: it would overflow, and 0 inf is NaN."""
     return _GELU_SLOPE + _GELU_SLOPE * 3.0 * _GELU_CUBIC * jnp.minimum(x * x, _GELU_SATURATES**2)
-
-
-_gelu_logit.defjvps(lambda d_x, _, x: d_x * _d_gelu_logit(x))
 
 
 def _relu(x: Array) -> Array:
