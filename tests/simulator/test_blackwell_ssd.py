@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close_over_draws, judge
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from ops.ssd.cases import Case, build
 
 import fast_layers
@@ -45,7 +46,7 @@ CASES = {
         length=300, heads=8, head_dim=32, state_dim=16, groups=2, initial_state=True
     ),
     "heads of 128, a state of 128": _case(length=200, heads=1, head_dim=128, state_dim=128, initial_state=True),
-    "one head of 64 a block": _case(length=260, heads=3, groups=3, initial_state=True),
+    "one head of 64 a block": _case(length=200, groups=2, initial_state=True),
     "one head of 32 a block, a state of 96": _case(length=260, heads=3, head_dim=32, state_dim=96),
     "D, z, softplus": _case(length=260, D="channel", z=True, softplus=True, dt_bias=True, limit=(0.0, 0.1)),
     "documents": _case(length=390, batch=2, segments="rows", D="head", initial_state=True),
@@ -204,6 +205,26 @@ def test_a_planted_fault_is_found(name):
     assert stand_in.hits > 0, "the kernel has no such event any more"
     assert simulation.faulty
     assert text in "\n".join([*simulation.races, simulation.failure or ""]), simulation.report()
+
+
+@pytest.mark.exhaustive
+def test_a_wrong_slot_is_found():
+    """The loader puts every chunk's B into the second of two slots."""
+
+    def copy_elsewhere(source, slot, barrier):
+        if whole(slot) is whole(stand_in.scratch["b_slots"]):
+            stand_in.hits += 1
+            slot = stand_in.scratch["b_slots"].at[1]
+        return plgpu.copy_gmem_to_smem(source, slot, barrier)
+
+    def whole(ref):
+        return whole(ref.ref) if hasattr(ref, "ref") else ref
+
+    with _without() as stand_in:
+        stand_in.copy_gmem_to_smem = copy_elsewhere
+        built, simulation = _simulated(TWO_HEADS[0], tiles=BlackwellForwardTiles(2, 64, 2), timeout=10.0)
+    assert stand_in.hits > 0
+    assert simulation.faulty or not judge(simulation.outputs[0], built.oracle().out, plain(built)[0], name="out").ok
 
 
 def test_all_that_is_taken_fits():
