@@ -73,7 +73,7 @@ def test_doctor_on_one_screen(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
-    assert len(lines) <= 50
+    assert len(lines) <= 54
     assert max(map(len, lines)) <= 120
     assert lines[0].startswith("device    ")
     assert f"fast_layers {fast_layers.__version__}" in text
