@@ -39,7 +39,7 @@ def test_parity(backend, case):
         refusals.skip(backend, lowering_targets()[0], reasons)
 
 
-@pytest.mark.parametrize("length", [128, 129, 1000, 2048])
+@pytest.mark.parametrize("length", [128, 129, 1000, 2500])
 @pytest.mark.parametrize("depth", [64, 128, 256])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("backend", KERNELS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,13 +44,6 @@ class Judged:
 
     def report(self) -> str:
         return "\n\n".join([str(self.table), *(sim.report() for sim in self.simulations if sim.faulty)])
-
-
-def some_each_run(names: Iterable[str], each_run: Set[str]) -> list[Any]:
-    """For pytest's parametrize: those that are not in `each_run` are marked exhaustive."""
-    names = list(names)
-    assert each_run <= set(names), each_run - set(names)
-    return [pytest.param(name, marks=() if name in each_run else pytest.mark.exhaustive) for name in names]
 
 
 def judge(
@@ -185,6 +178,11 @@ def changed(module: Any, stand_in: StandIn, *patches: tuple[Any, str, Any]) -> I
     shared = ((forward_parts, "plgpu", stand_in),) if module is hopper_fwd else ()
     with patched((module, "plgpu", stand_in), *shared, scratch, *patches):
         yield stand_in
+
+
+def backward_tiles(tiles: Any) -> tuple[Any, str, Any]:
+    """A patch, as `forward_tiles`."""
+    return hopper_bwd.HopperBackwardTiles, "of", classmethod(lambda cls, problem: tiles)
 
 
 def forward_tiles(tiles: Any) -> tuple[Any, str, Any]:

@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import some_each_run
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.ops.attention import api, hopper_bwd, hopper_call, hopper_fwd, reference, tile_mask, xla
-from fast_layers.ops.attention.config import HopperForwardTiles
+from fast_layers.ops.attention.config import HopperBackwardTiles, HopperForwardTiles
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
-from simulator.attention import StandIn, changed, forward_tiles, judge, only, patched, some_each_run
+from simulator.attention import StandIn, backward_tiles, changed, forward_tiles, judge, only, patched
 
 pytestmark = pytest.mark.simulator
 
@@ -127,6 +128,21 @@ def test_blocks_that_take_several_tiles(name):
 def test_three_compute_warpgroups():
     with patched(forward_tiles(HopperForwardTiles(3, 128, stages=3, q_slots=2, blocks=1))):
         judged = judge(_square(400, heads=2, kv_heads=2), supports=only("forward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+
+
+RAGGED = {
+    "grouped heads": _square(200, heads=4, kv_heads=2, is_causal=True),
+    "window": _square(400, heads=1, kv_heads=1, window=(150, 70)),
+    "fewer keys": Case(batch=1, q_len=300, kv_len=129, heads=1, kv_heads=1, is_causal=True, q_offset="bottom_right"),
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_tiles_that_a_band_cuts_in_a_loop_of_their_own(name):
+    with patched(backward_tiles(HopperBackwardTiles(64, ragged_apart=True))):
+        judged = judge(RAGGED[name])
     assert not judged.faulty, judged.report()
     assert judged.table.ok, judged.report()
 

@@ -47,6 +47,10 @@ CASES = {
     "a pair in turns": Launch(
         200, 136, 136, dataclasses.replace(PAIR, ping_pong=True), Differentiate("sigmoid", (False, True))
     ),
+    "split depth": Launch(70, 72, 400, dataclasses.replace(PAIR, splits=7), Activate("silu", GATED)),
+    "split depth of two terms": Launch(
+        1, 72, 136, dataclasses.replace(IN_TURNS, splits=2), Differentiate("silu", (True,)), terms=2, b_turned=True
+    ),
     "float16": Launch(70, 72, 136, TOGETHER, Activate("gelu_tanh", GATED), dtype=jnp.float16),
 }
 WIDE = {
@@ -85,6 +89,11 @@ ONE_BLOCK = ("HOPPER_SMS", 1)
 ONE_PAIR = ("HOPPER_SMS", 2)
 FORWARD = Launch(200, 136, 200, IN_TURNS, Activate("relu", (True,)))
 BACKWARD = Launch(200, 72, 200, IN_TURNS, Differentiate("relu", (True,)), b_turned=True)
+TWO_PIECES = dataclasses.replace(
+    BACKWARD,
+    tiles=HopperMatmulTiles(128, 64, stages=2, ping_pong=True, pieces=1),
+    epilogue=Differentiate("relu", (True, True)),
+)
 NO_SUMS = dataclasses.replace(BACKWARD, epilogue=Differentiate("relu"))
 ALONE = Launch(130, 136, 330, TOGETHER)
 PAIRED = Launch(330, 136, 330, PAIR)
@@ -118,6 +127,7 @@ FAULTS = {
     "what is read not awaited": (BACKWARD, StandIn("barrier_wait read_ready"), "read of SMEM"),
     "what is read overwritten": (NO_SUMS, StandIn("commit_smem"), "read of SMEM"),
     "sums not committed": (BACKWARD, StandIn("commit_smem #2"), "write of SMEM"),
+    "sums overwritten by what is read next": (TWO_PIECES, StandIn("commit_smem #2"), "read of SMEM"),
 }
 
 

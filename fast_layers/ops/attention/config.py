@@ -9,6 +9,7 @@ from fast_layers.kernel_parts.dropout import KEYS_PER_BLOCK
 from fast_layers.ops.attention.problem import Problem
 
 _SMALLEST_TILE = 64
+_FEW_QUERIES = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,10 +202,15 @@ class HopperForwardTiles:
 
 @dataclasses.dataclass(frozen=True)
 class HopperBackwardTiles:
-    """The backward kernel's shape: `q_tile` queries a step, `stages` slots for queries and output gradients each."""
+    """The backward kernel's shape: `q_tile` queries a step, `stages` slots for queries and output gradients each.
+
+    `ragged_apart`: under a causal mask or window the tiles that it cuts through have a loop of their own, instead of a
+    branch in the one loop. That is more code, which pays for many tiles.
+    """
 
     q_tile: int
     stages: int = 2
+    ragged_apart: bool = False
 
     def __post_init__(self):
         if self.q_tile not in (64, 128):
@@ -230,7 +236,9 @@ class HopperBackwardTiles:
 
     @classmethod
     def of(cls, problem: Problem) -> HopperBackwardTiles:
-        return cls(128 if max(problem.qk_dim, problem.v_dim) <= 64 else 64)
+        if max(problem.qk_dim, problem.v_dim) <= 64:
+            return cls(128)
+        return cls(64, ragged_apart=problem.mask.band is not None and problem.q_len > _FEW_QUERIES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -238,7 +238,9 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         def _compute():
             plgpu.set_max_registers(240, action="increase")
             keys = pl.ds(kv_index * KV_TILE + warpgroup * ROWS, ROWS)
-            d_key, d_value = compute(s, mask, logits, d_query_ref, example, keys.start, warpgroup, steps, place)
+            d_key, d_value = compute(
+                s, mask, logits, d_query_ref, example, kv_index, keys.start, warpgroup, steps, place
+            )
             if p.dropout_rate:
                 d_value = d_value * logits.survived
             d_key = (d_key * p.scale).astype(p.dtype)
@@ -285,9 +287,19 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         lax.fori_loop(0, steps, load_queries, None)
 
     def compute(
-        s: _Scratch, mask: TileMask, logits: TileLogits, d_query_ref, example, k_start, warpgroup, steps, place
+        s: _Scratch,
+        mask: TileMask,
+        logits: TileLogits,
+        d_query_ref,
+        example,
+        kv_index,
+        k_start,
+        warpgroup,
+        steps,
+        place,
     ):
         own = pl.ds(warpgroup * ROWS, ROWS)
+        ragged_apart = tiles.ragged_apart and mask.hides and mask.is_band
         key = [s.k_slot.at[i, own] for i in range(panels)]
         value = s.v_slot.at[warpgroup]
         plgpu.barrier_wait(s.kv_ready)
@@ -297,7 +309,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 make_finite(tile)
             plgpu.commit_smem()
 
-        def weights_and_gradients(score_acc, d_weight_acc, slot, head, q_index):
+        def weights_and_gradients(score_acc, d_weight_acc, slot, head, q_index, hides):
             """(weights, those that are kept, their gradients)."""
             at = {"example": example, "head": head, "q_start": q_index * q_tile, "k_start": k_start, "q_axis": 1}
             query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
@@ -324,13 +336,16 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 scores, to_log2 = p.scale * scores + lse, LOG2_E
             if p.bias is not None:
                 scores += logits.bias(shape=scores.shape, **at)
-            if mask.hides:
+            if hides:
 
                 def hide(scores):
                     return mask.hide(scores, mask.rows(example, q_index * q_tile, q_tile, 1), **at)
 
-                ragged = mask.ragged_for_keys(example, q_index, k_start, ROWS)
-                scores = lax.cond(ragged, hide, lambda x: x, scores)
+                if ragged_apart:
+                    scores = hide(scores)
+                else:
+                    ragged = mask.ragged_for_keys(example, q_index, k_start, ROWS)
+                    scores = lax.cond(ragged, hide, lambda x: x, scores)
             weights = jnp.exp2(scores * to_log2)
             d_weights, kept = plgpu.wgmma_accumulator_load(d_weight_acc, wait_n=0), weights
             if keep is not None:
@@ -358,12 +373,12 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             plgpu.wgmma(acc, s.d_scores.at[buffer, mine].T, s.k_slot.at[columns])
 
         def over_queries(d_key, d_value):
-            def step(i, units_before):
+            def step(i, units_before, hides):
                 slot, buffer = lax.rem(i, ring), lax.rem(i, 2)
                 query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
                 head, q_index = place(i)
                 weights, kept, d_weights = pl.run_scoped(
-                    functools.partial(weights_and_gradients, slot=slot, head=head, q_index=q_index),
+                    functools.partial(weights_and_gradients, slot=slot, head=head, q_index=q_index, hides=hides),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                 )
@@ -398,12 +413,30 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(s.scores_ready.at[buffer])
 
+            def each_step(units):
+                def some(begin, end, units, hides):
+                    return lax.fori_loop(begin, end, functools.partial(step, hides=hides), units)
+
+                if not ragged_apart:
+                    return some(0, steps, units, mask.hides)
+                # A branch between products would keep ptxas from overlapping them.
+                first, last = mask.query_span(example, kv_index, None)
+                full = [jnp.clip(at, first, last) - first for at in mask.full_queries(k_start, ROWS)]
+
+                def one_head(turn, units):
+                    begin = turn * (last - first)
+                    units = some(begin, begin + full[0], units, True)
+                    units = some(begin + full[0], begin + full[1], units, False)
+                    return some(begin + full[1], begin + last - first, units, True)
+
+                return lax.fori_loop(0, p.group, one_head, units) if p.group > 1 else one_head(0, units)
+
             @pl.when(steps > 0)
             def _all_steps():
                 # The step before the first has no scores: its dQ adds zeros.
                 write_d_scores(1, plgpu.layout_cast(jnp.zeros((ROWS, q_tile), p.dtype), WGMMA))
                 any_units = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), BY_ROW)
-                units = lax.fori_loop(0, steps, step, any_units)
+                units = each_step(any_units)
                 buffer = lax.rem(steps - 1, 2)
                 plgpu.barrier_wait(s.scores_ready.at[buffer])
 

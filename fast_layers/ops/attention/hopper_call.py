@@ -1,4 +1,4 @@
-"""What Hopper's attention kernels take, and what of it no GPU has run yet.
+"""What Hopper's attention kernels take, and what of it has not been timed yet.
 
 Axis letters: B batch, T queries, N query heads, V value depth.
 """
@@ -24,11 +24,11 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
 
 
 def by_name_only(problem: Problem, arch: Arch, pass_) -> str | None:
-    """What no GPU has run yet."""
+    """What has not been timed against the other backends."""
     p = problem
     has = (("bias", p.bias is not None), ("dense mask", p.mask.dense is not None), ("dropout", bool(p.dropout_rate)))
     untried = " and ".join(name for name, present in has if present)
-    return f"no GPU has run this kernel with {untried} yet" if untried else None
+    return f"has not been timed with {untried}" if untried else None
 
 
 def forward(problem: Problem, inputs: Inputs, aux: Aux):

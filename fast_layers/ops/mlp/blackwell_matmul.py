@@ -278,12 +278,13 @@ def _launch(tiles: BlackwellMatmulTiles, m: Matmul, operands: Operands) -> tuple
     if epilogue.sums:
         scratch["sum_slots"] = plgpu.SMEM((slots * len(epilogue.sums), piece_columns), jnp.float32)
     out_rows, out_columns = max(round_up(m.rows, TMA_ROWS), ROWS), round_up(m.columns, TMA_COLUMNS)
+    # A row of sums is stored as one dimension: what went beyond its end would come to stand in the next row.
     pair: dict[str, Any] = {"cluster": (ranks,), "cluster_names": ("rank",)} if tiles.collective else {}
     results = plgpu.kernel(
         mlp_matmul,
         out_type=(
             *[jax.ShapeDtypeStruct((out_rows, out_columns), m.dtype)] * epilogue.writes,
-            *[jax.ShapeDtypeStruct((row_tiles * ranks, out_columns), jnp.float32)] * len(epilogue.sums),
+            *[jax.ShapeDtypeStruct((row_tiles * ranks, column_tiles * columns), jnp.float32)] * len(epilogue.sums),
         ),
         grid=(clusters,),
         grid_names=("cluster",),

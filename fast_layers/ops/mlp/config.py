@@ -17,7 +17,7 @@ PIECE = 64
 _ACCUMULATOR_REGISTERS = 128
 _COLUMNS = (64, 128, 256)
 _MOST_STAGES = 8
-_ENOUGH_STAGES = 4
+_ENOUGH_STAGES = 5
 _ITEMSIZE = 2
 _PIECE_BYTES = PIECE * PIECE * _ITEMSIZE
 _RESERVED_BYTES = 2048
@@ -44,7 +44,7 @@ class HopperMatmulTiles:
     two warpgroups take tiles of their own in turns, so that one multiplies while the other is at its epilogue, instead
     of one tile of twice the rows together; `cluster` blocks below one another that share the loads of their columns;
     `pieces` of the epilogue's reads and writes under way at a time; `row_group` tiles of rows that are gone through
-    side by side, for the sake of L2.
+    side by side, for the sake of L2; `splits` of the depth, each of which has tiles of its own.
     """
 
     rows: int
@@ -54,6 +54,7 @@ class HopperMatmulTiles:
     cluster: int = 1
     pieces: int = 2
     row_group: int = 8
+    splits: int = 1
 
     def __post_init__(self):
         if self.rows not in (64, 128):
@@ -66,6 +67,8 @@ class HopperMatmulTiles:
             raise ValueError(f"{self.cluster=} must be 1 or 2: {HOPPER_SMS} SMs are dealt out in pairs")
         if self.pieces not in (1, 2) or self.row_group < 1:
             raise ValueError(f"{self.pieces=} must be 1 or 2, and {self.row_group=} at least 1")
+        if self.splits < 1:
+            raise ValueError(f"{self.splits=} must be at least 1, and divide the depth's tiles of {DEPTH_TILE}")
         if self.piece_count % self.pieces:
             raise ValueError(f"{self.pieces=} must divide the {self.piece_count} pieces of a warpgroup's tile")
 
@@ -80,8 +83,10 @@ class HopperMatmulTiles:
 
     def smem_bytes(self, needs: EpilogueNeeds) -> int:
         stage = _ITEMSIZE * DEPTH_TILE * (self.block_rows + needs.products * self.columns)
-        staged = COMPUTE_WGS * self.pieces * (needs.reads + needs.writes) * _PIECE_BYTES
-        return self.stages * stage + staged + COMPUTE_WGS * needs.sums * PIECE * 4 + _RESERVED_BYTES
+        # What is read lies where the results will; the parts of a sum leave in float32, before any epilogue.
+        staged, sums = (max(needs.reads, needs.writes), needs.sums) if self.splits == 1 else (2 * needs.products, 0)
+        staged = COMPUTE_WGS * self.pieces * staged * _PIECE_BYTES
+        return self.stages * stage + staged + COMPUTE_WGS * sums * PIECE * 4 + _RESERVED_BYTES
 
     def objection(self, needs: EpilogueNeeds) -> str | None:
         """Why this shape cannot have such an epilogue."""
@@ -93,8 +98,20 @@ class HopperMatmulTiles:
         return None
 
     @classmethod
-    def of(cls, rows: int, columns: int, depth: int, needs: EpilogueNeeds) -> HopperMatmulTiles:
-        """For a product of [rows, depth] and [depth, columns]. By reckoning: no GPU has run these kernels yet."""
+    def of(cls, rows: int, columns: int, depth: int, needs: EpilogueNeeds, terms: int = 1) -> HopperMatmulTiles:
+        """For a product of [rows, depth] and [depth, columns], or the sum of so many `terms`: what an H200 was fastest
+        with where it was timed (bench/NOTES.md)."""
+        tiles = cls._unsplit(rows, columns, depth, needs)
+        steps = terms * -(-depth // DEPTH_TILE)
+        blocks = -(-rows // tiles.block_rows) * -(-columns // tiles.columns)
+        splits = _largest_divisor(steps, min(HOPPER_SMS // blocks, steps // _FEWEST_STEPS))
+        if splits == 1:
+            return tiles
+        widest = min(tiles.columns, 256 // needs.products)
+        return cls(64, widest, ping_pong=rows <= _FEW_ROWS, pieces=1, splits=splits)._deepened(needs)
+
+    @classmethod
+    def _unsplit(cls, rows: int, columns: int, depth: int, needs: EpilogueNeeds) -> HopperMatmulTiles:
         widest = min(256 // needs.products, next((c for c in _COLUMNS if c >= columns), _COLUMNS[-1]))
         if rows <= _FEW_ROWS:
             # The weights' bytes are what it waits for: as many blocks as there are columns to load.
@@ -104,8 +121,9 @@ class HopperMatmulTiles:
         if not needs.arithmetic or depth > _OVERLAPPED_DEPTH:
             return cls(64, widest, cluster=cluster, pieces=min(widest // PIECE, 2))._deepened(needs)
         if needs.products > 1:
-            return cls(64, widest, ping_pong=True, cluster=cluster, pieces=1)._deepened(needs)
-        return cls(128, min(128, widest), ping_pong=True, cluster=cluster, pieces=1)._deepened(needs)
+            return cls(128, min(64, widest), ping_pong=True, cluster=cluster, pieces=1)._deepened(needs)
+        pieces = 2 if needs.reads else 1
+        return cls(128, min(128, widest), ping_pong=True, pieces=pieces)._deepened(needs)
 
     def _deepened(self, needs: EpilogueNeeds) -> HopperMatmulTiles:
         """With as many stages as fit, if need be for fewer pieces under way."""
@@ -122,3 +140,9 @@ class HopperMatmulTiles:
 _FEW_ROWS = 64
 _OVERLAPPED_DEPTH = 4096
 """Up to which an epilogue's time is a sizeable part of its tile's, so that it should not stand alone."""
+_FEWEST_STEPS = 8
+"""Of a split, or the sum over the splits takes longer than what they save."""
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return next((d for d in range(at_most, 1, -1) if number % d == 0), 1)

@@ -12,15 +12,17 @@ Blocks are persistent, and the ring of operands knows no tiles: the first steps 
 epilogue of this one runs. With `ping_pong` the compute warpgroups take tiles in turns, and the tensor cores do not wait
 for epilogues either. Blocks of a cluster stand below one another and load each half of the columns' operand, for both.
 
-What stands beyond an operand's end is loaded as zeros, and not stored; so sizes need not be multiples of a tile, only
-of TMA's own: 8 rows and 64 columns. Where they are not, `fit` copies the operand. K is not split over blocks, so a
-product of few rows and columns leaves SMs idle.
+What the epilogue reads comes into the slots from which its results leave: a set of slots for each of the `pieces`
+under way. Where a product has fewer tiles than there are SMs, K is split over blocks (`splits`), whose parts leave in
+float32; XLA then adds them up and does what the epilogue would have done.
 
-No GPU has run this kernel yet.
+What stands beyond an operand's end is loaded as zeros, and not stored; so sizes need not be multiples of a tile, only
+of TMA's own: 8 rows and 64 columns. Where they are not, `fit` copies the operand.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -42,6 +44,7 @@ from fast_layers.ops.mlp.config import (
     PIECE,
     HopperMatmulTiles,
 )
+from fast_layers.ops.mlp.epilogue import Plain
 from fast_layers.ops.mlp.matmul import (
     TMA_COLUMNS,
     TMA_ROWS,
@@ -60,12 +63,27 @@ BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def multiply(m: Matmul, operands: Operands, tiles: HopperMatmulTiles | None = None) -> Results:
-    tiles = HopperMatmulTiles.of(m.rows, m.columns, m.depth, m.needs) if tiles is None else tiles
+    tiles = HopperMatmulTiles.of(m.rows, m.columns, m.depth, m.needs, m.terms) if tiles is None else tiles
     reason = tiles.objection(m.needs)
     assert reason is None, reason
+    if tiles.splits > 1:
+        return _multiply_split(m, operands, tiles)
+    return trim(m, *_launch(tiles, m, _fit(m, operands, tiles)))
+
+
+def _fit(m: Matmul, operands: Operands, tiles: HopperMatmulTiles) -> Operands:
     columns = tiles.columns
-    fitted = fit_operands(m, operands, rows=tiles.block_rows, columns=columns, b_window=columns, piece=(PIECE, PIECE))
-    return trim(m, *_launch(tiles, m, fitted))
+    return fit_operands(m, operands, rows=tiles.block_rows, columns=columns, b_window=columns, piece=(PIECE, PIECE))
+
+
+def _multiply_split(m: Matmul, operands: Operands, tiles: HopperMatmulTiles) -> Results:
+    """The parts are added up in the same order in every run."""
+    bare = dataclasses.replace(m, epilogue=Plain((False,) * m.epilogue.products))
+    parts, _ = _launch(tiles, bare, _fit(bare, Operands(operands.a, operands.b, (None,) * m.epilogue.products), tiles))
+    summed = (x.reshape(tiles.splits, -1, x.shape[1]).sum(0) for x in parts)
+    products = [x[: m.rows, : m.columns] for x in summed]
+    written = m.epilogue(m.dtype, products, operands.biases, operands.read)
+    return list(written), [written[i].astype(jnp.float32).sum(0) for i in m.epilogue.sums]
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
@@ -74,10 +92,12 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
     epilogue, stages, cluster = m.epilogue, tiles.stages, tiles.cluster
     wg_rows, columns, block_rows = tiles.rows, tiles.columns, tiles.block_rows
     row_tiles, column_tiles = -(-m.rows // (block_rows * cluster)), -(-m.columns // columns)
-    total = row_tiles * column_tiles
+    total = tiles.splits * row_tiles * column_tiles
     clusters = min(HOPPER_SMS // cluster, total)
     steps_per_term = -(-m.depth // DEPTH_TILE)
-    steps = m.terms * steps_per_term
+    steps, rest = divmod(m.terms * steps_per_term, tiles.splits)
+    assert not rest, f"{tiles.splits} do not divide the steps of {m}"
+    out_dtype = m.dtype if tiles.splits == 1 else jnp.dtype(jnp.float32)
     # Of those that wait for one tile: with ping_pong each warpgroup waits for its own tiles alone.
     owners = COMPUTE_WGS if tiles.ping_pong else 1
     sharers = COMPUTE_WGS // owners
@@ -87,14 +107,17 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
     def mlp_matmul(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         written, sums = split(refs[tree.num_leaves :], epilogue.writes)
-        s = _Scratch(**{"read_slots": None, "read_ready": None, "sum_slots": None, **scratch})
+        s = _Scratch(**{"read_ready": None, "sum_slots": None, **scratch})
         rank = lax.axis_index("rank") if cluster > 1 else 0
         first, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
         turns = lax.div(total - 1 - first, clusters) + 1
 
         def place(turn) -> _Place:
-            row_tile, column_tile = tile_at(turn * clusters + first, row_tiles, column_tiles, tiles.row_group)
-            return _Place((row_tile * cluster + rank) * block_rows, column_tile * columns)
+            index = turn * clusters + first
+            split = lax.div(index, row_tiles * column_tiles)
+            within = index - split * (row_tiles * column_tiles)
+            row_tile, column_tile = tile_at(within, row_tiles, column_tiles, tiles.row_group)
+            return _Place((row_tile * cluster + rank) * block_rows, column_tile * columns, split)
 
         @pl.when(warpgroup == COMPUTE_WGS)
         def _load():
@@ -148,14 +171,15 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
                 for i, b_ref in enumerate(b_refs):
                     plgpu.copy_gmem_to_smem(b_ref.at[b_window], s.b_slots.at[slot, i], arrived, **together)
 
+            k = at.split * steps + i
             if m.terms == 1:
-                copy(inputs.a[0], inputs.b, i)
+                copy(inputs.a[0], inputs.b, k)
             else:
                 for term in range(m.terms):
 
-                    @pl.when(lax.div(i, steps_per_term) == term)
+                    @pl.when(lax.div(k, steps_per_term) == term)
                     def _copy(term=term):
-                        copy(inputs.a[term], inputs.b[term : term + 1], i - term * steps_per_term)
+                        copy(inputs.a[term], inputs.b[term : term + 1], k - term * steps_per_term)
 
         lax.fori_loop(0, steps, copy_step, None)
 
@@ -170,11 +194,13 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
         row = at.row + rows_before
 
         def read_piece(piece):
-            """Starts the loads of what the epilogue reads."""
+            """Starts the loads of what the epilogue reads, once what left through the slots before has left them."""
+            if epilogue.reads:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for i, ref in enumerate(inputs.read):
-                slot = (warpgroup * tiles.pieces + piece.lap) * epilogue.reads + i
+                slot = (warpgroup * tiles.pieces + piece.lap) * epilogue.writes + i
                 window = ref.at[pl.ds(row + piece.row, PIECE), pl.ds(at.column + piece.column, PIECE)]
-                plgpu.copy_gmem_to_smem(window, s.read_slots.at[slot], s.read_ready.at[slot])
+                plgpu.copy_gmem_to_smem(window, s.out_slots.at[slot], s.read_ready.at[slot])
 
         for piece in pieces[: tiles.pieces]:
             read_piece(piece)
@@ -214,28 +240,33 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
         for piece in pieces:
             rows = slice(piece.row, piece.row + PIECE)
             cols = slice(piece.column, piece.column + PIECE)
-            read_slots = [(warpgroup * tiles.pieces + piece.lap) * epilogue.reads + i for i in range(epilogue.reads)]
-            write_slots = [(warpgroup * tiles.pieces + piece.lap) * epilogue.writes + i for i in range(epilogue.writes)]
+            slots = [(warpgroup * tiles.pieces + piece.lap) * epilogue.writes + i for i in range(epilogue.writes)]
             biases = [None if ref is None else bias_of(ref, at.column + piece.column) for ref in inputs.biases]
-            for slot in read_slots:
+            for slot in slots[: epilogue.reads]:
                 plgpu.barrier_wait(s.read_ready.at[slot])
-            read = [plgpu.load(s.read_slots.at[slot], layout=plgpu.Layout.WGMMA) for slot in read_slots]
-            results = epilogue(m.dtype, [x[rows, cols] for x in products], biases, read)
-            # The slots' last stores are older than those of the pieces that are still on their way.
-            plgpu.wait_smem_to_gmem((tiles.pieces - 1) * epilogue.writes, wait_read_only=True)
-            for slot, result in zip(write_slots, results, strict=True):
-                s.write_slots[slot] = result
-            plgpu.commit_smem()  # the results, and that what was read may be overwritten
-            if piece.index + tiles.pieces < len(pieces):
-                read_piece(pieces[piece.index + tiles.pieces])
+            read = [plgpu.load(s.out_slots.at[slot], layout=plgpu.Layout.WGMMA) for slot in slots[: epilogue.reads]]
+            results = epilogue(out_dtype, [x[rows, cols] for x in products], biases, read)
+            if not epilogue.reads:
+                # The slots' last stores are older than those of the pieces that are still on their way.
+                plgpu.wait_smem_to_gmem((tiles.pieces - 1) * epilogue.writes, wait_read_only=True)
+            for slot, result in zip(slots, results, strict=True):
+                s.out_slots[slot] = result
+            plgpu.commit_smem()
+            ahead = piece.index - 1 + tiles.pieces
+            if tiles.pieces > 1 and piece.index > 0 and ahead < len(pieces):
+                read_piece(pieces[ahead])  # where the piece before this one was
             if epilogue.sums:
-                parts = [sum_over_rows(s.write_slots.at[write_slots[i]]) for i in epilogue.sums]
+                parts = [sum_over_rows(s.out_slots.at[slots[i]]) for i in epilogue.sums]
                 totals = parts if piece.row == 0 else [x + y for x, y in zip(totals, parts, strict=True)]
                 if piece.row + PIECE == wg_rows:
                     store_sums(s, sums, warpgroup, totals, row, at.column + piece.column)
-            window = pl.ds(row + piece.row, PIECE), pl.ds(at.column + piece.column, PIECE)
-            for slot, ref in zip(write_slots, written, strict=True):
-                plgpu.copy_smem_to_gmem(s.write_slots.at[slot], ref.at[window])
+            to_row = at.split * split_rows + row + piece.row
+            window = pl.ds(to_row, PIECE), pl.ds(at.column + piece.column, PIECE)
+            for slot, ref in zip(slots, written, strict=True):
+                plgpu.copy_smem_to_gmem(s.out_slots.at[slot], ref.at[window])
+            if tiles.pieces == 1 and epilogue.reads and piece.index + 1 < len(pieces):
+                plgpu.commit_smem()  # the sums have been read
+                read_piece(pieces[piece.index + 1])
 
     def store_sums(s: _Scratch, sums, warpgroup, totals, row, column):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -252,30 +283,32 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
     ]
     a_tile = (DEPTH_TILE, block_rows) if m.a_turned else (block_rows, DEPTH_TILE)
     b_tile = (columns, DEPTH_TILE) if m.b_turned else (DEPTH_TILE, columns)
-    slots = COMPUTE_WGS * tiles.pieces
+    out_slots = COMPUTE_WGS * tiles.pieces * epilogue.writes
     freeing: Any = {"num_arrivals": sharers, "num_barriers": stages}
     consumed = plgpu.Barrier(**freeing) if cluster == 1 else plgpu.ClusterBarrier(collective_axes=("rank",), **freeing)
     scratch = {
         "a_slots": smem_tile(stages, *a_tile, dtype=m.dtype),
         "b_slots": smem_tile(stages, epilogue.products, *b_tile, dtype=m.dtype),
-        "write_slots": smem_tile(slots * epilogue.writes, PIECE, PIECE, dtype=m.dtype),
+        "out_slots": smem_tile(out_slots, PIECE, PIECE, dtype=out_dtype),
         "ready": plgpu.Barrier(num_arrivals=1 + epilogue.products, num_barriers=owners * stages),
         "consumed": consumed,
         "turn": plgpu.Barrier(num_barriers=COMPUTE_WGS),
     }
     if epilogue.reads:
-        scratch["read_slots"] = smem_tile(slots * epilogue.reads, PIECE, PIECE, dtype=m.dtype)
-        scratch["read_ready"] = plgpu.Barrier(num_barriers=slots * epilogue.reads)
+        scratch["read_ready"] = plgpu.Barrier(num_barriers=out_slots)
     if epilogue.sums:
         scratch["sum_slots"] = plgpu.SMEM((COMPUTE_WGS * len(epilogue.sums), PIECE), jnp.float32)
-    out_rows, out_columns = (max(round_up(m.rows, TMA_ROWS), PIECE), round_up(m.columns, TMA_COLUMNS))
+    # Of one split, whose last tile must not reach into the next split's rows.
+    split_rows = row_tiles * block_rows * cluster
+    out_rows = max(round_up(m.rows, TMA_ROWS), PIECE) if tiles.splits == 1 else tiles.splits * split_rows
+    out_columns = round_up(m.columns, TMA_COLUMNS)
     # A row of sums is stored as one dimension: what went beyond its end would come to stand in the next row.
-    sum_rows, sum_columns = round_up(m.rows, block_rows * cluster) // wg_rows, round_up(m.columns, columns)
+    sum_rows, sum_columns = split_rows // wg_rows, column_tiles * columns
     cluster_options: dict[str, Any] = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     results = plgpu.kernel(
         mlp_matmul,
         out_type=(
-            *[jax.ShapeDtypeStruct((out_rows, out_columns), m.dtype)] * epilogue.writes,
+            *[jax.ShapeDtypeStruct((out_rows, out_columns), out_dtype)] * epilogue.writes,
             *[jax.ShapeDtypeStruct((sum_rows, sum_columns), jnp.float32)] * len(epilogue.sums),
         ),
         grid=(clusters,),
@@ -296,10 +329,11 @@ def bias_of(ref: Any, column: Any) -> Float[Array, "64 64"]:
 
 
 class _Place(NamedTuple):
-    """A block's tile, by its first row and column."""
+    """A block's tile, by its first row and column, and which share of the depth."""
 
     row: Any
     column: Any
+    split: Any
 
 
 class _Piece(NamedTuple):
@@ -316,8 +350,7 @@ class _Scratch(NamedTuple):
 
     a_slots: Any
     b_slots: Any
-    write_slots: Any
-    read_slots: Any
+    out_slots: Any
     sum_slots: Any
     ready: Any
     consumed: Any

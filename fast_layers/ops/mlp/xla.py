@@ -79,14 +79,21 @@ def _on_one_device() -> bool:
 def _pre_activations(p: Problem, inputs: Inputs):
     """(up, gate or None), rounded to the inputs' dtype."""
     up = _affine(p, inputs.x, inputs.w_up, inputs.b_up)
-    return up, None if inputs.w_gate is None else _affine(p, inputs.x, inputs.w_gate, inputs.b_gate)
+    gate = None if inputs.w_gate is None else _affine(p, inputs.x, inputs.w_gate, inputs.b_gate)
+    if p.dtype == p.accumulator_dtype:
+        return up, gate
+    # Without the barrier XLA drops a rounding that is undone at once, and writes the products in float32: slower, and
+    # not what is saved.
+    return lax.optimization_barrier((up, gate))
 
 
 def _hidden(p: Problem, up: Array | None, gate: Array | None) -> Float[Array, "M F"]:
     assert up is not None
+    if p.activation == "identity" and gate is None:
+        return up
     function = ACTIVATIONS[p.activation].function
-    wide_up = _widen(p, up)
-    return (function(wide_up) if gate is None else function(_widen(p, gate)) * wide_up).astype(p.dtype)
+    wide_up = up.astype(p.accumulator_dtype)
+    return (function(wide_up) if gate is None else function(gate.astype(wide_up.dtype)) * wide_up).astype(p.dtype)
 
 
 def _d_pre_activations(p: Problem, up: Array | None, gate: Array | None, d_h: Array) -> tuple[Array, Array | None]:
@@ -94,20 +101,12 @@ def _d_pre_activations(p: Problem, up: Array | None, gate: Array | None, d_h: Ar
         return d_h, None  # before the rest, since a bare `linear` has saved no `up`
     assert up is not None
     function, derivative = ACTIVATIONS[p.activation]
-    wide_up, wide_d = _widen(p, up), d_h.astype(p.accumulator_dtype)
+    wide_up, wide_d = up.astype(p.accumulator_dtype), d_h.astype(p.accumulator_dtype)
     if gate is None:
         return (derivative(wide_up) * wide_d).astype(p.dtype), None
-    wide_gate = _widen(p, gate)
+    wide_gate = gate.astype(p.accumulator_dtype)
     d_up, d_gate = function(wide_gate) * wide_d, derivative(wide_gate) * wide_up * wide_d
     return d_up.astype(p.dtype), d_gate.astype(p.dtype)
-
-
-def _widen(p: Problem, pre: Array) -> Array:
-    """In the accumulator's dtype, and as it is saved: XLA may drop a rounding that is undone at once."""
-    if p.dtype == p.accumulator_dtype:
-        return pre
-    info = jnp.finfo(p.dtype)
-    return lax.reduce_precision(pre.astype(p.accumulator_dtype), info.nexp, info.nmant)
 
 
 def _affine(p: Problem, x: Array, w: Array, b: Array | None) -> Array:

@@ -79,10 +79,10 @@ REFUSED = {
 BIAS, MASK = np.zeros((130, 130), jnp.bfloat16), np.ones((130, 130), bool)
 DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
 BY_NAME_ONLY = {
-    "bias": ({"bias": BIAS}, "no GPU has run this kernel with bias yet"),
-    "boolean mask": ({"mask": MASK}, "no GPU has run this kernel with dense mask yet"),
-    "dropout": (DROPOUT, "no GPU has run this kernel with dropout yet"),
-    "all three": ({"bias": BIAS, "mask": MASK, **DROPOUT}, "no GPU has run this kernel with bias and dense mask and"),
+    "bias": ({"bias": BIAS}, "has not been timed with bias"),
+    "boolean mask": ({"mask": MASK}, "has not been timed with dense mask"),
+    "dropout": (DROPOUT, "has not been timed with dropout"),
+    "all three": ({"bias": BIAS, "mask": MASK, **DROPOUT}, "has not been timed with bias and dense mask and"),
 }
 
 

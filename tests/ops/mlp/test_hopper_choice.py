@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -56,12 +57,34 @@ def test_takes_both_passes_by_name(fields, arch):
         assert choice.backend.name == "hopper"
 
 
-def test_is_not_taken_unasked():
-    """Until a GPU has run and timed it."""
-    choice = choose(BACKENDS, PROBLEM, H200, "forward")
-    assert choice.backend is not None
-    assert choice.backend.name != "hopper"
-    assert "taken only by name" in dict(choice.refusals)["hopper"]
+MEASURED = dataclasses.replace(PROBLEM, tokens=8192, in_features=2048, hidden_features=8192, out_features=2048)
+LEFT_TO_XLA = {
+    "bare matmul": ({"activation": "identity", "out_features": None}, PASSES, "a bare matmul is no faster than XLA's"),
+    "few tokens": ({"tokens": 511}, PASSES, "has not been timed below 512 tokens, got 511"),
+    "narrow": ({"in_features": 1024}, PASSES, "widths of 2048 to 4096"),
+    "wide": ({"in_features": 8192}, PASSES, "widths of 2048 to 4096"),
+    "narrow inside": ({"hidden_features": 1024}, PASSES, "got 2048 and 1024"),
+    "gated": ({"gated": True, "activation": "silu"}, ("backward",), "XLA's backward is as fast beyond 4096 tokens"),
+}
+
+
+@pytest.mark.parametrize("arch", [H100, H200], ids=lambda arch: arch.name)
+def test_is_taken_where_it_was_timed(arch):
+    for tokens, pass_ in itertools.product((512, 16384), PASSES):
+        choice = choose(BACKENDS, dataclasses.replace(MEASURED, tokens=tokens), arch, pass_)
+        assert choice.backend is not None
+        assert choice.backend.name == "hopper"
+
+
+@pytest.mark.parametrize(("fields", "passes", "words"), LEFT_TO_XLA.values(), ids=LEFT_TO_XLA)
+def test_is_left_to_xla_where_that_is_no_slower(fields, passes, words):
+    problem = dataclasses.replace(MEASURED, **fields)
+    for pass_ in PASSES:
+        choice = choose(BACKENDS, problem, H200, pass_)
+        assert choice.backend is not None
+        assert choice.backend.name == ("xla" if pass_ in passes else "hopper")
+        if pass_ in passes:
+            assert words in dict(choice.refusals)["hopper"]
 
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED.values(), ids=REFUSED)

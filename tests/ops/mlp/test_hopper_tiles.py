@@ -69,14 +69,17 @@ def test_every_choice_is_possible_and_fits_the_problem(name):
 
 
 def test_the_choice_is_by_shape_and_epilogue():
-    def chosen(rows, columns, depth, name):
-        tiles = HopperMatmulTiles.of(rows, columns, depth, NEEDS[name])
-        return tiles.rows, tiles.columns, tiles.ping_pong, tiles.cluster
+    def chosen(rows, columns, depth, name, terms=1):
+        tiles = HopperMatmulTiles.of(rows, columns, depth, NEEDS[name], terms)
+        return tiles.rows, tiles.columns, tiles.ping_pong, tiles.cluster, tiles.splits
 
-    assert chosen(8192, 2048, 8192, "plain") == (64, 256, False, 2)
-    assert chosen(8192, 8192, 2048, "activate") == (128, 128, True, 2)
-    assert chosen(8192, 8192, 2048, "activate, gated") == (64, 128, True, 2)
-    assert chosen(8192, 8192, 2048, "differentiate, gated") == (128, 128, True, 2)
-    assert chosen(8192, 32768, 8192, "activate") == (64, 256, False, 2)  # the epilogue is a small part of it
-    assert chosen(200, 8192, 2048, "plain") == (64, 256, False, 1)  # no second tile of rows
-    assert chosen(1, 8192, 2048, "activate") == (64, 64, True, 1)
+    assert chosen(8192, 2048, 8192, "plain") == (64, 256, False, 2, 1)
+    assert chosen(8192, 8192, 2048, "activate") == (128, 128, True, 1, 1)
+    assert chosen(8192, 8192, 2048, "activate, gated") == (128, 64, True, 2, 1)
+    assert chosen(8192, 8192, 2048, "differentiate, gated") == (128, 128, True, 1, 1)
+    assert chosen(8192, 32768, 8192, "activate") == (64, 256, False, 2, 1)  # the epilogue is a small part of it
+    assert chosen(200, 8192, 2048, "plain") == (64, 256, False, 1, 2)  # no second tile of rows; not enough of columns
+    assert chosen(1, 8192, 2048, "activate") == (64, 64, True, 1, 1)
+    assert chosen(1, 2048, 8192, "plain") == (64, 64, True, 1, 4)
+    assert chosen(512, 2048, 5504, "plain", terms=2) == (64, 256, False, 1, 4)
+    assert chosen(8, 8, 512, "plain") == (64, 64, True, 1, 1)  # too short to be split
