@@ -71,4 +71,4 @@ def plain_grads(built: Built) -> tuple[Inputs, Inputs]:
     with jax.default_matmul_precision("highest"):
         chunked = xla._backward(problem, problem.dtype, Residuals(inputs, aux), built.d_out, built.d_final)
     _, pull = jax.vjp(lambda inputs: _parity_ssd._plain(problem, inputs, aux), inputs)
-    return chunked, pull(Scanned(built.d_out, built.d_final))[0]
+    return chunked, pull(Scanned(jnp.asarray(built.d_out), jnp.asarray(built.d_final)))[0]

@@ -115,7 +115,7 @@ def test_vmap():
         single = inputs._replace(x=x, dt=dt, B=B, C=C, initial_state=state)
         return _grad(dataclasses.replace(problem, batch=1), single, aux, d_out, d_final)
 
-    each = [v[:, None] for v in (inputs.x, inputs.dt, inputs.B, inputs.C, inputs.initial_state, *rest)]
+    each = [np.asarray(v)[:, None] for v in (inputs.x, inputs.dt, inputs.B, inputs.C, inputs.initial_state, *rest)]
     mapped = simulate(jax.vmap(run), *each).check()
     for name in ("x", "dt", "B", "C", "initial_state"):
         got, want = (np.asarray(getattr(g, name), np.float32) for g in (mapped, whole))

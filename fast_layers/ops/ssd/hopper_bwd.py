@@ -58,9 +58,9 @@ from fast_layers.ops.ssd.problem import Inputs, Problem, Residuals, silu
 DT, COLUMN, ROW_AGAIN = 1, 4, 5
 """In the backward's factors: dt; what the forward's have as `hopper_call.COLUMN`; and ROW once more. A load of one row
 into two layouts would be made one by the compiler, which then searches for minutes for a layout that is both."""
-WROTE, LEFT, SKIPPED = range(3)
+WROTE, LEFT, KEPT, SKIPPED = range(4)
 """In `_Gradients.columns`."""
-PASSED, READ, KEPT = range(3)
+PASSED, READ = range(2)
 """In `_Gradients.rows`."""
 ACCUMULATOR = plgpu.WGMMAAccumulatorRef(TILE, jnp.float32)
 
@@ -82,11 +82,11 @@ class _Gradients(NamedTuple):
     x: Float[Array, "B L U 64"]
     B: Float[Array, "B C*Q S*G N"]
     C: Float[Array, "B C*Q S*G N"]
-    columns: Float[Array, "B C U 2|3 Q"]
+    columns: Float[Array, "B C U 3|4 Q"]
     """Sums over what each token wrote, over tokens and channels: of d_weights * scores * decay, without its dt (WROTE);
-    of x G B (LEFT); of x dy (SKIPPED), for a D for each head and no gate."""
-    rows: Float[Array, "B C U 3 Q"]
-    """Sums of T over the pairs that pass each token (PASSED); of dy S C (READ); of S G, for each channel (KEPT)."""
+    of x G B (LEFT); of x dy (SKIPPED), for a D for each head and no gate. And, for each channel, of S G (KEPT)."""
+    rows: Float[Array, "B C U 2 Q"]
+    """Sums of T over the pairs that pass each token (PASSED); of dy S C (READ)."""
     y: Float[Array, "B L U 64"] | None
     """What the scan gave, less D x; only with a gate."""
 
@@ -139,12 +139,12 @@ def _assemble(p: Problem, inputs: Inputs, d_out: Array, decays: Decays, grads: _
         x = x[:, : p.length].reshape(p.batch, p.length, -1, p.groups, x.shape[-1])
         return x.sum(2)[..., : p.state_dim].astype(p.dtype)
 
-    def by_token(sums: Float[Array, "B C U 3 Q"]) -> list[Float[Array, "B C Q H"]]:
+    def by_token(sums: Float[Array, "B C U S Q"]) -> list[Float[Array, "B C Q H"]]:
         sums = sums.reshape(*sums.shape[:2], p.heads, -1, *sums.shape[3:]).sum(3)
         return [sums[:, :, :, i].swapaxes(2, 3) for i in range(sums.shape[3])]
 
-    wrote, left, *skipped = by_token(grads.columns)
-    passed, read, kept = by_token(grads.rows)
+    wrote, left, kept, *skipped = by_token(grads.columns)
+    passed, read = by_token(grads.rows)
     rates = inputs.A.astype(decays.dt.dtype)
     d_log_decay = passed
     tokens = jnp.arange(ROWS)
@@ -165,6 +165,7 @@ def _assemble(p: Problem, inputs: Inputs, d_out: Array, decays: Decays, grads: _
             d_D = d_D.sum(1) if p.skip == "head" else d_D
         d_D = d_D.astype(inputs.D.dtype)
     if inputs.z is not None:
+        assert grads.y is not None
         y = of_heads(grads.y).astype(jnp.float32)
         if inputs.D is not None:
             y += inputs.D.astype(jnp.float32).reshape(p.heads, -1) * inputs.x.astype(jnp.float32)
@@ -283,13 +284,16 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
         def one_panel(d_b_acc, slot, unit, has_stored):
             x_slot, d_y_slot, d_state_slot = s.x_slots.at[slot], s.d_y_slots.at[slot], s.d_state_slots.at[slot]
             factor = factors_of(s, slot)
+            row, column = (plgpu.broadcasted_iota(jnp.int32, TILE, axis, layout=WGMMA) for axis in (0, 1))
+            # Only the diagonal is wanted; but to load both states would take more registers than there are.
+            kept = jnp.where(row == column, multiply(d_state_slot, s.state_slots.at[slot].T), 0.0).sum(axis=1)
             x = load_tile(x_slot)
             entered = (x * by_row(factor(LEAVING, BY_ROW))).astype(p.dtype)
 
             def weigh(d_weight_acc):
                 plgpu.wgmma(d_weight_acc, x_slot, d_y_slot.T)
                 plgpu.wgmma(d_b_acc, entered, d_state_slot)
-                return plgpu.wgmma_accumulator_load(d_weight_acc, wait_n=1)
+                return plgpu.wgmma_accumulator_load(d_weight_acc, wait_n=0)
 
             d_weights = pl.run_scoped(weigh, ACCUMULATOR)
             decays = pair_decays(s, factor(ROW_AGAIN, BY_ROW), factor(ROW, BY_COLUMN), writers_axis=0)
@@ -306,18 +310,18 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             s.column_slots[WROTE] = wrote
+            s.column_slots[KEPT] = kept
 
-            def spread(d_x_acc):
-                plgpu.wgmma(d_x_acc, s.b_slot, d_state_slot.T)
-                read = plgpu.wgmma_accumulator_load(d_x_acc, wait_n=0)
-                left = (read * load_tile(x_slot)).sum(axis=1)
-                d_x_acc[...] = read * by_row(factor(LEAVING, BY_ROW))
-                plgpu.wgmma(d_x_acc, weights, d_y_slot)
-                return plgpu.wgmma_accumulator_load(d_x_acc, wait_n=0), left
+            def spread(near_acc, far_acc):
+                """What is read within the chunk and after it."""
+                plgpu.wgmma(near_acc, weights, d_y_slot)
+                plgpu.wgmma(far_acc, s.b_slot, d_state_slot.T)
+                near = plgpu.wgmma_accumulator_load(near_acc, wait_n=0)
+                return near, plgpu.wgmma_accumulator_load(far_acc, wait_n=0)
 
-            d_x, left = pl.run_scoped(spread, ACCUMULATOR)
-
-            s.column_slots[LEFT] = left
+            d_x, far = pl.run_scoped(spread, ACCUMULATOR, ACCUMULATOR)
+            s.column_slots[LEFT] = (far * load_tile(x_slot)).sum(axis=1)
+            d_x += far * by_row(factor(LEAVING, BY_ROW))
             if inputs.D is not None:
                 d_y = load_tile(d_y_slot)
                 d_x += d_y * by_column(plgpu.load(inputs.D.at[at.example, unit], layout=BY_COLUMN, optimized=False))
@@ -358,7 +362,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
             def weigh(d_weight_acc):
                 plgpu.wgmma(d_weight_acc, d_y_slot, x_slot.T)
                 plgpu.wgmma(d_c_acc, read, state_slot)
-                return plgpu.wgmma_accumulator_load(d_weight_acc, wait_n=1)
+                return plgpu.wgmma_accumulator_load(d_weight_acc, wait_n=0)
 
             d_weights = pl.run_scoped(weigh, ACCUMULATOR)
             decays = pair_decays(s, factor(COLUMN, BY_COLUMN), factor(ROW, BY_ROW), writers_axis=1)
@@ -396,14 +400,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
                 plgpu.wgmma(acc, from_on, s.passing_slots.at[1])
                 return jnp.where(column < row, plgpu.wgmma_accumulator_load(acc, wait_n=0), 0.0).sum(axis=1)
 
-            passed = pl.run_scoped(pass_by, ACCUMULATOR)
-
-            kept = sum(
-                (load_tile(state_slot.at[:, columns]) * load_tile(s.d_state_slots.at[slot, :, columns])).sum(axis=1)
-                for columns in (slice(start, start + ROWS) for start in range(0, state_dim, ROWS))
-            )
-            s.row_slots[PASSED] = passed
-            s.row_slots[KEPT] = kept
+            s.row_slots[PASSED] = pl.run_scoped(pass_by, ACCUMULATOR)
             plgpu.commit_smem()
 
         d_c = pl.run_scoped(over_panels, plgpu.WGMMAAccumulatorRef((ROWS, state_dim), jnp.float32))
@@ -437,8 +434,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
         "passing_slots": smem_tile(2, *TILE, dtype=jnp.bfloat16),
         "score_slots": smem_tile(2, *TILE, dtype=jnp.float32),
         "d_score_sums": smem_tile(*TILE, dtype=jnp.float32),
-        "column_slots": plgpu.SMEM((2 + sums_skipped, ROWS), jnp.float32),
-        "row_slots": plgpu.SMEM((3, ROWS), jnp.float32),
+        "column_slots": plgpu.SMEM((3 + sums_skipped, ROWS), jnp.float32),
+        "row_slots": plgpu.SMEM((2, ROWS), jnp.float32),
         "bc_ready": plgpu.Barrier(num_arrivals=2 + (operands.first is not None)),
         "ready": plgpu.Barrier(num_arrivals=5, num_barriers=ring),
         "consumed": plgpu.Barrier(num_arrivals=2, num_barriers=ring),
@@ -456,8 +453,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
             rows_of_x,
             by_group,
             by_group,
-            result(chunks, units, 2 + sums_skipped, ROWS),
-            result(chunks, units, 3, ROWS),
+            result(chunks, units, 3 + sums_skipped, ROWS),
+            result(chunks, units, 2, ROWS),
             *([rows_of_x] if p.gated else []),
         ),
         grid=(p.batch * chunks * parts,),
