@@ -68,8 +68,8 @@ CALLS = {
 }
 SPLIT = Call(batch=1, length=32_768)
 BACKWARD = {"ssd_states", "ssd_backward"}
-# With N 128, ptxas puts aside up to five addresses, each read again once or twice a panel, rather than have less of what
-# hides latency in registers.
+# With N 128, ptxas puts aside up to five addresses, each read again once or twice a panel, rather than have less in
+# registers of what hides latency.
 MOST_SPILLED_BYTES = {"ssd_backward": 20}
 # Of all kernels of a call; a second or two for each on an idle machine.
 MOST_SECONDS = 90.0

@@ -17,7 +17,7 @@ import fast_layers
 from fast_layers.arch import lowering_targets
 from fast_layers.dispatch import PASSES
 from fast_layers.ops.ssd.backends import BACKENDS
-from fast_layers.testing.closeness import assert_bitwise_equal, assert_trees_close
+from fast_layers.testing.closeness import assert_bitwise_equal, assert_close_over_draws
 
 NAMES = [backend.name for backend in BACKENDS if backend.name != "reference"]
 RUNS = 20
@@ -60,14 +60,21 @@ def test_parity(name, shape, dtype):
     """Kernels to the rounding of plain code with matmuls in the same dtype; the xla backend to a few percent."""
     case = SHAPES[shape]
     _skip_if_refused(name, case, dtype)
-    built = build(case, dtype)
-    got, want, plain = runner(name)(built), built.oracle(), runner("xla")(built)
-    if name != "xla":
-        of_all_pairs = plain._replace(grads=type(plain.grads)(*plain_grads(built)[1]))
-        assert_trees_close(got, want, plain, of_all_pairs, name=f"{name}, {shape}")
-    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        off, size = np.linalg.norm(np.asarray(x, np.float64) - y), np.linalg.norm(y)
-        assert off <= 0.03 * size, f"{jax.tree_util.keystr(path)}: off by {off:.3g}, its norm is {size:.3g}"
+    run, run_plain = runner(name), runner("xla")
+
+    def make(draw):
+        built = build(case, dtype, draw)
+        got, want, plain = run(built), built.oracle(), run_plain(built)
+        for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+            off, size = np.linalg.norm(np.asarray(x, np.float64) - y), np.linalg.norm(y)
+            assert off <= 0.03 * size, f"{jax.tree_util.keystr(path)}: off by {off:.3g}, its norm is {size:.3g}"
+        return got, want, plain, plain._replace(grads=type(plain.grads)(*plain_grads(built)[1]))
+
+    if name == "xla":
+        make(0)
+    else:
+        # A has one gradient for each head: too few numbers for one draw.
+        assert_close_over_draws(make, f"{name}, {shape}: ", draws=4)
 
 
 @pytest.mark.parametrize("name", NAMES)
