@@ -444,7 +444,7 @@ BAD_OPTIONS = {
     "d_ssm": ({"d_ssm": 40}, r"d_ssm=40 exceeds expand \* d_model = 32"),
     "limits": ({"dt_limit": (1.0, 0.0)}, r"dt_limit=\(1.0, 0.0\): must be a pair"),
     "chunk": ({"chunk_size": 0}, "chunk_size=0: must be an int >= 1"),
-    "backend": ({"implementation": "triton"}, "implementation 'triton' is unknown; .*hopper, xla, reference"),
+    "backend": ({"implementation": "triton"}, "implementation 'triton' is unknown; .*hopper, .*xla, reference"),
     "dt": ({"dt_min": 0.2}, "dt_min=0.2, dt_max=0.1: step sizes need 0 < dt_min <= dt_max"),
     "floor": ({"dt_init_floor": 0}, "dt_init_floor=0: must be above 0"),
     "rates": ({"A_init_range": (0, 1)}, r"A_init_range=\(0, 1\): rates need 0 < low <= high"),
