@@ -92,7 +92,7 @@ def tune_kind(pass_: str, depth: int, mask: str, lengths: list[int], tokens: int
     entries: list[tuned.Entry] = []
     for length in lengths:
         milliseconds = stopwatch(pass_, depth, mask, length, max(tokens // length, 1))
-        timed = sorted(_times(candidates(pass_, depth), milliseconds), key=lambda pair: pair[1])
+        timed = sorted(_times(candidates(pass_, depth, mask), milliseconds), key=lambda pair: pair[1])
         best = next(((tiles, ms) for tiles, ms in timed if agrees(pass_, depth, mask, tiles)), None)
         where = f"{pass_}, depth {depth}, {mask}, length {length}"
         if best is None:
@@ -117,7 +117,7 @@ def _times(choices: Iterator[tuned.Tiles], milliseconds: Callable[[tuned.Tiles],
             print(f"  {tiles}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 
-def candidates(pass_: str, depth: int) -> Iterator[tuned.Tiles]:
+def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
     """All that fit in shared memory."""
     kind = tuned.tiles_class(pass_, depth, depth)
     if kind is HopperForwardTiles:
@@ -127,7 +127,7 @@ def candidates(pass_: str, depth: int) -> Iterator[tuned.Tiles]:
         choices = itertools.product(warpgroups, (64, 128), (2, 3, 4), grids, (True, False))
         made = (kind(wgs, keys, stages, *grid, takes_turns=turns) for wgs, keys, stages, grid, turns in choices)
     elif kind is HopperBackwardTiles:
-        made = itertools.starmap(kind, itertools.product((64, 128), (1, 2, 3), (False, True)))
+        made = itertools.starmap(kind, itertools.product((64, 128), (1, 2, 3), {False, mask == "causal"}))
     else:
         made = itertools.starmap(kind, itertools.product((1, 2), repeat=3))
     return (tiles for tiles in made if tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES)

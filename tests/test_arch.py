@@ -26,7 +26,7 @@ def default_device(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("default_device")
-def test_lowering_for_blackwell_does_not_depend_on_the_default_device():
+def test_the_choice_for_blackwell_does_not_depend_on_the_default_device():
     q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
     x, w = (jax.ShapeDtypeStruct((64, 64), jnp.bfloat16) for _ in range(2))
 

@@ -30,7 +30,9 @@ MOST_SECONDS = 90.0
 
 
 def _faults(launches: dict[str, Launch]) -> list[str]:
-    tiles = {name: HopperMatmulTiles.of(x.rows, x.columns, x.depth, x.matmul.needs) for name, x in launches.items()}
+    tiles = {
+        name: HopperMatmulTiles.of(x.rows, x.columns, x.depth, x.matmul.needs, x.terms) for name, x in launches.items()
+    }
     reports = compile_all_for("h200", [x.compilation("hopper_matmul", tiles[name]) for name, x in launches.items()])
     faults = []
     for (name, call), report in zip(launches.items(), reports, strict=True):

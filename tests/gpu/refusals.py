@@ -13,7 +13,7 @@ from fast_layers.arch import Arch
 OWN_GPUS = {"hopper": {(9, 0)}, "blackwell": {(10, 0), (10, 3)}}
 # The limits that the docs name, as they read in a refusal. cuDNN's depend on its version, and are not held to them.
 DOCUMENTED = (
-    "takes features in multiples of 8",
+    "takes features in multiples of (8|16),",
     "takes heads of 32, 64, 128 channels",
     "works in chunks of ",
     "takes 2 to 4 taps",

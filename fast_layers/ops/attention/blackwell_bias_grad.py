@@ -150,7 +150,11 @@ def _launch(p: Problem, operands: Operands) -> Float[Array, "B|1 N|1 I*128 J*64"
             scores = [tanh(x * (p.scale / p.softcap)) for x in scores]
             to_log2 = p.softcap * LOG2_E
         biases = [logits.bias(shape=(Q_TILE, c.size), **place(c)) for c in columns]
-        scores = [x * to_log2 + bias * LOG2_E for x, bias in zip(scores, biases, strict=True)]
+        # Before hiding: what is hidden from a row whose lse is NaN still weighs nothing.
+        scores = [
+            x * to_log2 + bias * LOG2_E - by_row(lse, c.size)
+            for x, bias, c in zip(scores, biases, columns, strict=True)
+        ]
         if mask.hides:
 
             def hide(scores):
@@ -161,7 +165,7 @@ def _launch(p: Problem, operands: Operands) -> Float[Array, "B|1 N|1 I*128 J*64"
             scores = lax.cond(ragged, hide, lambda x: x, scores)
         sums = []
         for c, x, d_weight, so_far in zip(columns, scores, d_weights, summed, strict=True):
-            weights = jnp.exp2(x - by_row(lse, c.size))
+            weights = jnp.exp2(x)
             if p.dropout_rate:
                 d_weight = jnp.where(logits.keep(shape=x.shape, **place(c)), d_weight * logits.survived, 0.0)
             sums.append(so_far + weights * (d_weight - by_row(delta, c.size)))

@@ -238,7 +238,9 @@ class HopperBackwardTiles:
     def of(cls, problem: Problem) -> HopperBackwardTiles:
         if max(problem.qk_dim, problem.v_dim) <= 64:
             return cls(128)
-        return cls(64, ragged_apart=problem.mask.band is not None and problem.q_len > _FEW_QUERIES)
+        p, band = problem, problem.mask.band
+        plain_causal = band is not None and band.low is None and p.softcap is None and not p.per_score
+        return cls(64, ragged_apart=plain_causal and p.q_len > _FEW_QUERIES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,16 +24,14 @@ class Scaled(NamedTuple):
 
 
 def scaled(x: Array, float8: Float8) -> Scaled:
-    """`x` rounded to the format, its scale the least power of two with which the largest element fits.
+    """`x` rounded to the format, its scale the least power of two with which the largest finite element fits.
 
-    A power of two, so that scaling itself rounds nothing.
+    A power of two, so that scaling itself rounds nothing. e4m3 has no infinity: there it becomes NaN.
     """
     dtype = FORMATS[float8]
-    largest = jnp.abs(x).max().astype(jnp.float32)
+    largest = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.zeros_like(x)).max().astype(jnp.float32)
     mantissa, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
-    exponent = exponent - (mantissa == 0.5)
-    # 0, inf and NaN stay what they are under any scale.
-    exponent = jnp.clip(jnp.where(jnp.isfinite(largest), exponent, 0), *_EXPONENTS)
+    exponent = jnp.clip(exponent - (mantissa == 0.5).astype(exponent.dtype), *_EXPONENTS)
     return Scaled((x.astype(jnp.float32) * _power(-exponent)).astype(dtype), _power(exponent))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fast_layers.arch import Arch
@@ -20,9 +21,9 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     return kernel_call.objection(problem)
 
 
-# Sizes at which an H200 was timed (bench/NOTES.md), and what it was not slower for than XLA.
+# Between what an H200 was timed at (bench/NOTES.md), less where XLA was as fast.
 _FEWEST_TOKENS = 512
-_MEASURED_WIDTHS = (2048, 4096)
+_NARROWEST, _WIDEST, _WIDEST_GATED = 2048, 4096, 2048
 _FEW_TOKENS = 4096
 
 
@@ -30,14 +31,19 @@ def by_name_only(problem: Problem, arch: Arch, pass_) -> str | None:
     """Why XLA is the first choice where both take the call."""
     p = problem
     del arch
-    if not p.gated and p.activation == "identity" and not p.has_down:
-        return "a bare matmul is no faster than XLA's"
+    if p.out_features is None:
+        return "has not been timed without a product down, or is no faster than XLA's where it was"
+    if p.dtype != jnp.bfloat16:
+        return f"has not been timed in {p.dtype}"
     if p.tokens < _FEWEST_TOKENS:
         return f"has not been timed below {_FEWEST_TOKENS} tokens, got {p.tokens}"
-    low, high = _MEASURED_WIDTHS
-    if not low <= p.in_features <= high or p.hidden_features < low:
-        sizes = f"{p.in_features} and {p.hidden_features}"
-        return f"has been timed at widths of {low} to {high} and hidden sizes from {low} on, got {sizes}"
+    widest = _WIDEST_GATED if p.gated else _WIDEST
+    if not all(_NARROWEST <= width <= widest for width in (p.in_features, p.out_features)):
+        kind = "with a gate " if p.gated else ""
+        wanted = f"{_NARROWEST} to {widest}" if widest > _NARROWEST else f"{_NARROWEST}"
+        return f"has been timed {kind}at widths of {wanted}, got {p.in_features} in and {p.out_features} out"
+    if p.hidden_features < 2 * p.in_features:
+        return f"has been timed with hidden sizes from twice the width on, got {p.hidden_features} for {p.in_features}"
     if p.gated and pass_ == "backward" and p.tokens > _FEW_TOKENS:
         return f"with a gate, XLA's backward is as fast beyond {_FEW_TOKENS} tokens"
     return None

@@ -44,7 +44,7 @@ from fast_layers.ops.mlp.config import (
     PIECE,
     HopperMatmulTiles,
 )
-from fast_layers.ops.mlp.epilogue import Plain
+from fast_layers.ops.mlp.epilogue import Activate, Plain
 from fast_layers.ops.mlp.matmul import (
     TMA_COLUMNS,
     TMA_ROWS,
@@ -82,8 +82,13 @@ def _multiply_split(m: Matmul, operands: Operands, tiles: HopperMatmulTiles) -> 
     parts, _ = _launch(tiles, bare, _fit(bare, Operands(operands.a, operands.b, (None,) * m.epilogue.products), tiles))
     summed = (x.reshape(tiles.splits, -1, x.shape[1]).sum(0) for x in parts)
     products = [x[: m.rows, : m.columns] for x in summed]
-    written = m.epilogue(m.dtype, products, operands.biases, operands.read)
-    return list(written), [written[i].astype(jnp.float32).sum(0) for i in m.epilogue.sums]
+    biases = [None if b is None else b.astype(jnp.float32)[None] for b in operands.biases]
+    # The barriers keep XLA from dropping a rounding that is undone at once.
+    if isinstance(m.epilogue, Activate):
+        rounded = lax.optimization_barrier(Plain(m.epilogue.biases)(m.dtype, products, biases, ()))
+        products, biases = [x.astype(jnp.float32) for x in rounded], [None] * len(biases)
+    written = lax.optimization_barrier(list(m.epilogue(m.dtype, products, biases, operands.read)))
+    return written, [written[i].astype(jnp.float32).sum(0) for i in m.epilogue.sums]
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.

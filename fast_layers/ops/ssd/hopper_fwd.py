@@ -1,5 +1,5 @@
 """The scan's forward for Hopper (sm_90a): TMA loads, asynchronous wgmma, the state in registers from the first chunk to
-the last. No GPU has run this kernel yet.
+the last.
 
 A block goes through the chunks of one example for one or two panels of 64 channels, of heads of one group. Its roles:
 
@@ -87,7 +87,8 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
     _, length, units, _ = operands.x.shape
     chunks = operands.factors.shape[1]
     group_units = units // p.groups
-    packs = group_units // wgs
+    packs, rest = divmod(group_units, wgs)
+    assert not rest, f"compute_wgs={wgs} must divide the {group_units} panels of a group"
     tree = jax.tree.structure(operands)
 
     def ssd_forward(*refs, **scratch):

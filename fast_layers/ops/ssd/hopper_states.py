@@ -1,5 +1,5 @@
 """The states between chunks for Hopper (sm_90a), of both directions in one launch: the state that enters each chunk,
-and the gradient of the state that leaves it. No GPU has run this kernel yet.
+and the gradient of the state that leaves it.
 
 Both are one recurrence: from chunk to chunk S becomes decay S + (v * factor)^T W, forwards with x and B, backwards with
 the output's gradient and C. So a block goes through all chunks of an example in one direction, for one or two panels of
@@ -129,7 +129,8 @@ def _launch(tiles: HopperStateTiles, p: Problem, keep: bool, operands: StateOper
     (values, to), *_ = operands.sweeps
     wgs, ring, state_dim, units = tiles.compute_wgs, tiles.stages, to.shape[3], values.shape[2]
     chunks = operands.factors.shape[1]
-    packs = units // p.groups // wgs
+    packs, rest = divmod(units // p.groups, wgs)
+    assert not rest, f"compute_wgs={wgs} must divide the {units // p.groups} panels of a group"
     tree = jax.tree.structure(operands)
 
     def ssd_states(*refs, **scratch):

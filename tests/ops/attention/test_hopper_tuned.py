@@ -151,14 +151,15 @@ def test_where_the_users_table_is(monkeypatch, tmp_path):
     assert tuned.user_path() is None
 
 
+@pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("depth", [64, 128, 256])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_candidates_fit_and_hold_the_rules_choice(pass_, depth):
-    made = list(tune.candidates(pass_, depth))
+def test_candidates_fit_and_hold_the_rules_choice(pass_, depth, mask):
+    made = list(tune.candidates(pass_, depth, mask))
     assert len(set(made)) == len(made)
     assert all(tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES for tiles in made)
     kind = tuned.tiles_class(pass_, depth, depth)
-    assert {kind.of(_problem(16384, depth)), kind.of(_problem(1024, depth))} <= set(made)
+    assert {kind.of(_problem(length, depth, is_causal=mask == "causal")) for length in (16384, 1024)} <= set(made)
 
 
 class TestTune:

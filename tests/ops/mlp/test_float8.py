@@ -51,6 +51,17 @@ def test_0_inf_and_nan_stay_what_they_are(x):
     np.testing.assert_array_equal(out, x)
 
 
+@pytest.mark.parametrize("float8", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("broken", [np.inf, np.nan])
+def test_a_broken_row_leaves_the_others_as_they_are(float8, broken):
+    x, w = _normal(4, 16) * 1000, _normal(16, 8, seed=1)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        out, fine = (fast_layers.linear(x.at[3].set(filling), w, float8=float8) for filling in (broken, 0))
+    assert np.isfinite(np.asarray(fine, np.float32)).all()
+    np.testing.assert_array_equal(out[:3], fine[:3])
+    assert not np.isfinite(np.asarray(out[3], np.float32)).any()
+
+
 @pytest.mark.parametrize(("float8", "gated"), [("e4m3", False), ("e4m3", True), ("e5m2", True)])
 def test_products_are_those_of_rounded_operands(float8, gated):
     x, w, b = _normal(5, 7, 48), _normal(48, 24, seed=1), _normal(24, seed=2)

@@ -59,11 +59,13 @@ def test_takes_both_passes_by_name(fields, arch):
 
 MEASURED = dataclasses.replace(PROBLEM, tokens=8192, in_features=2048, hidden_features=8192, out_features=2048)
 LEFT_TO_XLA = {
-    "bare matmul": ({"activation": "identity", "out_features": None}, PASSES, "a bare matmul is no faster than XLA's"),
+    "linear": ({"out_features": None}, PASSES, "without a product down"),
+    "float16": ({"dtype": jnp.dtype(jnp.float16)}, PASSES, "has not been timed in float16"),
     "few tokens": ({"tokens": 511}, PASSES, "has not been timed below 512 tokens, got 511"),
-    "narrow": ({"in_features": 1024}, PASSES, "widths of 2048 to 4096"),
-    "wide": ({"in_features": 8192}, PASSES, "widths of 2048 to 4096"),
-    "narrow inside": ({"hidden_features": 1024}, PASSES, "got 2048 and 1024"),
+    "narrow": ({"in_features": 1024}, PASSES, "at widths of 2048 to 4096, got 1024 in and 2048 out"),
+    "wide": ({"out_features": 8192}, PASSES, "at widths of 2048 to 4096"),
+    "narrow inside": ({"hidden_features": 4088}, PASSES, "from twice the width on, got 4088 for 2048"),
+    "gated and wide": ({"gated": True, "in_features": 4096}, PASSES, "with a gate at widths of 2048, got 4096 in"),
     "gated": ({"gated": True, "activation": "silu"}, ("backward",), "XLA's backward is as fast beyond 4096 tokens"),
 }
 
