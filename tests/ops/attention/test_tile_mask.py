@@ -118,9 +118,14 @@ def _check_spans(problem, form, visible):
             # Both halves of the tile, as the two warpgroups of the backward ask.
             for k in range(0, KV_TILE, KV_TILE // 2):
                 half = tile[:, k : k + KV_TILE // 2]
-                if not mask.ragged_for_keys(example, jnp.int32(i), jnp.int32(j * KV_TILE + k), KV_TILE // 2):
+                half_of_keys = jnp.int32(j * KV_TILE + k), KV_TILE // 2
+                ragged = bool(mask.ragged_for_keys(example, jnp.int32(i), *half_of_keys))
+                if not ragged:
                     assert half.all()
                     assert half.shape[1] == KV_TILE // 2
+                if mask.is_band and by_key[j][0] <= i < by_key[j][1]:
+                    full = mask.full_queries(*half_of_keys)
+                    assert (full[0] <= i < full[1]) != ragged
 
 
 @hypothesis.settings(max_examples=60)
