@@ -39,12 +39,11 @@ def norm(features: int, groups: int = 1, dtype=jnp.bfloat16, rows: int = 32_768,
 
 CALLS = {
     "conv, 2 channels a thread": conv(5376),
-    "conv, 4 channels a thread, everything": conv(7168, length=4095, everything=True),
+    "conv, 2 channels a thread, everything": conv(7168, length=4095, everything=True),
     "norm, rows of 5120": norm(5120),
     "norm, rows of 640 in eight groups": norm(5120, groups=8, rows=1001),
 }
 MORE = {
-    "conv, 2 channels a thread, everything": conv(5376, length=4095, everything=True),
     "conv, 1 channel a thread, float16": conv(384, jnp.float16, length=1000),
     "conv, float32, everything": conv(512, jnp.float32, everything=True),
     "conv, 2 taps": conv(1024, taps=2),

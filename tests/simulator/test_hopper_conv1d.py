@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ MORE = {
     "3 taps": _case(width=3, length=16, initial_state=True),
     "1 position": _case(length=1, initial_state=True, final_state=True),
     "2 positions": _case(length=2, batch=2, initial_state=True, final_state=True),
-    "a last segment of 1": _case(length=17),
+    "a last segment of 1": _case(length=17, final_state=True),
     "the last segment's end in its first load": _case(length=18, final_state=True),
 }
 
@@ -62,6 +63,16 @@ def test_other_dtypes(dtype):
 def test_its_own_tiles(channels):
     table = parity(OP, _case(length=300, channels=channels))
     assert table.ok, f"\n{table}"
+
+
+def test_nothing_is_written_into_what_the_kernel_returns():
+    """XLA of JAX 0.11 fails on a GPU where an update in place follows a custom call."""
+    draw = _Draw.of(EVERYTHING, jnp.bfloat16, 0)
+    backward = functools.partial(hopper_conv.backward, draw.problem)
+    traced = str(jax.make_jaxpr(backward)(draw.inputs, draw.aux, draw.d_outputs))
+    assert "conv_backward" in traced
+    assert "scatter" not in traced
+    assert "dynamic_update_slice" not in traced
 
 
 @pytest.mark.parametrize("poison", [np.nan, pytest.param(np.inf, marks=pytest.mark.exhaustive)])
@@ -165,7 +176,7 @@ def test_taken_only_by_name_and_only_on_hopper():
 
 
 def test_tiles_refuse_themselves():
-    with pytest.raises(ValueError, match="must be 128, 256 or 512"):
+    with pytest.raises(ValueError, match="must be 128 or 256"):
         HopperTiles(channels=384, rows=4)
     with pytest.raises(ValueError, match="must be a multiple of"):
         HopperTiles(channels=128, rows=3, segment=8)

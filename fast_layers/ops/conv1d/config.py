@@ -10,7 +10,8 @@ from fast_layers.ops.conv1d.problem import Problem
 THREADS = 128
 """Of the one warpgroup that a block has."""
 WIDTHS = (2, 3, 4)
-_CHANNELS_PER_THREAD = (4, 2, 1)
+_CHANNELS_PER_THREAD = (2, 1)
+"""With 4 a multiprocessor has registers for two blocks, and an H200 was a tenth slower."""
 _BYTES_LOADED_AT_A_TIME = 64
 """By a thread. With the four blocks for which a multiprocessor has registers 32 KiB are on their way together; the
 memory's latency asks for 20."""
@@ -31,7 +32,7 @@ class HopperTiles:
 
     def __post_init__(self):
         if self.channels not in [THREADS * each for each in _CHANNELS_PER_THREAD]:
-            raise ValueError(f"{self.channels=} must be 128, 256 or 512: 1, 2 or 4 for each thread of a warpgroup")
+            raise ValueError(f"{self.channels=} must be 128 or 256: 1 or 2 for each thread of a warpgroup")
         if self.rows < 1 or self.segment < 1 or self.segment % self.rows:
             raise ValueError(f"{self.segment=} must be a multiple of {self.rows=}, both at least 1")
 
