@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,7 +57,25 @@ def launch(operands: Operands, *, kernel: str, m: Matmul, tiles: Any):
     return importlib.import_module(f"fast_layers.ops.mlp.{kernel}").multiply(m, operands, tiles)
 
 
+def together(launches: Sequence[Launch], tiles: Any) -> Compilation:
+    """Several products in one launch of the Hopper kernel."""
+    operands = [operands for (operands,) in (x.compilation("hopper_matmul", tiles).shapes for x in launches)]
+    return Compilation(launch_together, (operands,), {"ms": tuple(x.matmul for x in launches), "tiles": tiles})
+
+
+def launch_together(operands: list[Operands], *, ms: tuple[Matmul, ...], tiles: Any):
+    hopper_matmul = importlib.import_module("fast_layers.ops.mlp.hopper_matmul")
+    return hopper_matmul.multiply_together(list(zip(ms, operands, strict=True)), tiles)
+
+
 TOKENS = 8192
+WEIGHTS = {
+    f"weights' gradients, {tokens} tokens": (
+        *(Launch(2048, 5504, tokens, a_turned=True),) * 2,
+        Launch(5504, 2048, tokens, a_turned=True),
+    )
+    for tokens in (TOKENS, 512)
+}
 LAUNCHES = {
     "up, gelu": Launch(TOKENS, 8192, 2048, Activate("gelu_tanh", (True,))),
     "up and gate": Launch(TOKENS, 5504, 2048, Activate("silu", (False, False))),
@@ -86,5 +105,7 @@ MORE = {
     "few rows, backward": Launch(8, 8192, 2048, Differentiate("silu", (True, True)), b_turned=True),
     "a weight's gradient from few rows": Launch(2048, 8192, 8, a_turned=True),
     "few columns": Launch(TOKENS, 64, 2048, Activate("gelu_tanh", (True,))),
+    "hundreds of rows, backward, gated": Launch(512, 5504, 2048, Differentiate("silu", (False, False)), b_turned=True),
+    "hundreds of rows, split depth": Launch(512, 2048, 5504),
     "odd sizes": Launch(2047, 5464, 2056, Activate("silu", (True, True))),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -110,6 +110,10 @@ def run(launch: Launch, timeout: float = 60.0) -> Simulation:
 
 def check(launch: Launch) -> None:
     """No race, and what comes out is right."""
+    _assert_right(launch, run(launch).check())
+
+
+def _assert_right(launch: Launch, got: Any) -> None:
     operands = launch.operands()
 
     def rounded(results):
@@ -117,7 +121,24 @@ def check(launch: Launch) -> None:
         return written, [x.astype(launch.dtype) for x in sums]
 
     plain = rounded(launch.expected(operands, launch.dtype))
-    assert_trees_close(rounded(run(launch).check()), launch.expected(operands, jnp.float32), plain)
+    assert_trees_close(rounded(got), launch.expected(operands, jnp.float32), plain)
+
+
+def run_together(launches: Sequence[Launch], timeout: float = 60.0) -> Simulation:
+    """Several products in one launch, by the tiles of the first."""
+    kernel, tiles = launches[0].kernel, launches[0].tiles
+    return simulate(
+        lambda operands: kernel.multiply_together(
+            [(x.matmul, o) for x, o in zip(launches, operands, strict=True)], tiles
+        ),
+        [x.operands() for x in launches],
+        timeout=timeout,
+    )
+
+
+def check_together(launches: Sequence[Launch]) -> None:
+    for launch, got in zip(launches, run_together(launches).check(), strict=True):
+        _assert_right(launch, got)
 
 
 def _both_passes(backend, problem: Problem, inputs: Inputs, d_out: jax.Array) -> Any:

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import pytest
 from ops.mlp import cases
 
-from fast_layers.ops.mlp import hopper_call, reference, xla
+from fast_layers.ops.mlp import hopper_call, hopper_matmul, reference, xla
 from fast_layers.ops.mlp.config import HopperMatmulTiles
 from fast_layers.ops.mlp.epilogue import Activate, Differentiate, Plain
 from fast_layers.ops.mlp.problem import Inputs, Problem
 from fast_layers.testing import simulate
 from fast_layers.testing.closeness import assert_trees_close
 from simulator.attention import StandIn
-from simulator.mlp import Launch, Slip, changed, check, check_op, run
+from simulator.mlp import Launch, Slip, changed, check, check_op, check_together, run, run_together
 
 pytestmark = pytest.mark.simulator
 
@@ -36,7 +36,6 @@ CASES = {
     "two terms": Launch(70, 72, 200, IN_TURNS, b_turned=True, terms=2),
     "one row": Launch(1, 72, 456, IN_TURNS, Activate("relu", (True,))),
     "one row, nothing saved": Launch(1, 136, 72, TOGETHER, Activate("silu", (False, True), saves=False)),
-    "gelu, several pieces": Launch(130, 136, 72, HopperMatmulTiles(128, 128, 2, ping_pong=True), Activate("gelu")),
     "gated": Launch(130, 72, 136, IN_TURNS, Activate("gelu_tanh", GATED)),
     "backward": Launch(130, 72, 136, IN_TURNS, Differentiate("gelu_tanh", (True,)), b_turned=True),
     "backward, several pieces": Launch(
@@ -47,13 +46,14 @@ CASES = {
     "a pair in turns": Launch(
         200, 136, 136, dataclasses.replace(PAIR, ping_pong=True), Differentiate("sigmoid", (False, True))
     ),
-    "split depth": Launch(70, 72, 400, dataclasses.replace(PAIR, splits=7), Activate("silu", GATED)),
+    "split depth": Launch(70, 72, 400, dataclasses.replace(PAIR, splits=4), Activate("silu", GATED)),
     "split depth of two terms": Launch(
-        1, 72, 136, dataclasses.replace(IN_TURNS, splits=2), Differentiate("silu", (True,)), terms=2, b_turned=True
+        1, 72, 136, dataclasses.replace(IN_TURNS, splits=4), Differentiate("silu", (True,)), terms=2, b_turned=True
     ),
     "float16": Launch(70, 72, 136, TOGETHER, Activate("gelu_tanh", GATED), dtype=jnp.float16),
 }
 WIDE = {
+    "gelu, several pieces": Launch(130, 136, 72, HopperMatmulTiles(128, 128, 2, ping_pong=True), Activate("gelu")),
     "plain, as chosen": Launch(300, 328, 136, HopperMatmulTiles(64, 256, 4, cluster=2)),
     "A turned, 128 rows": Launch(264, 136, 136, HopperMatmulTiles(128, 128, 4), a_turned=True),
     "both turned, 128 rows": Launch(
@@ -110,6 +110,42 @@ def test_blocks_that_take_several_tiles(launch, blocks):
         check(launch)
     assert stand_in.counts["barrier_wait"] > 0  # it was asked
     assert stand_in.hits == 0
+
+
+def _weights(tiles: HopperMatmulTiles) -> list[Launch]:
+    """Gradients of three weights: of other numbers of tiles, tails, and more than one lap of the ring each."""
+    return [Launch(*sizes, 136, tiles, a_turned=True) for sizes in ((130, 72), (64, 136), (72, 64))]
+
+
+def test_products_that_share_a_launch():
+    with changed(hopper_matmul, StandIn(), ONE_BLOCK):
+        check_together(_weights(IN_TURNS))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("tiles", "blocks"), [(TOGETHER, ONE_BLOCK), (PAIR, ONE_PAIR), (IN_TURNS, ("HOPPER_SMS", 5))])
+def test_products_that_share_a_launch_in_other_tiles(tiles, blocks):
+    with changed(hopper_matmul, StandIn(), blocks):
+        check_together(_weights(tiles))
+
+
+def _first_always(number: Any, doings: Any) -> None:
+    del number
+    doings[0]()
+
+
+SHARED_FAULTS = {
+    "slots of the product before overwritten": (StandIn("barrier_wait consumed"), (), "write of SMEM"),
+    "all taken for the first": (StandIn(), (("do_one_of", _first_always),), "write of GMEM"),
+}
+
+
+@pytest.mark.parametrize("fault", SHARED_FAULTS)
+def test_planted_fault_among_shared_launches_is_found(fault):
+    stand_in, patches, access = SHARED_FAULTS[fault]
+    with changed(hopper_matmul, stand_in, ONE_BLOCK, *patches):
+        sim = run_together(_weights(TOGETHER)[1:], timeout=20.0)
+    assert any(access in race for race in sim.races), sim.report()
 
 
 FAULTS = {

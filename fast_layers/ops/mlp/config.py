@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 HOPPER_SMEM_BYTES = 227 << 10
 """Shared memory that one block may have."""
@@ -68,7 +69,7 @@ class HopperMatmulTiles:
         if self.pieces not in (1, 2) or self.row_group < 1:
             raise ValueError(f"{self.pieces=} must be 1 or 2, and {self.row_group=} at least 1")
         if self.splits < 1:
-            raise ValueError(f"{self.splits=} must be at least 1, and divide the depth's tiles of {DEPTH_TILE}")
+            raise ValueError(f"{self.splits=} must be at least 1")
         if self.piece_count % self.pieces:
             raise ValueError(f"{self.pieces=} must divide the {self.piece_count} pieces of a warpgroup's tile")
 
@@ -104,11 +105,23 @@ class HopperMatmulTiles:
         tiles = cls._unsplit(rows, columns, depth, needs)
         steps = terms * -(-depth // DEPTH_TILE)
         blocks = -(-rows // tiles.block_rows) * -(-columns // tiles.columns)
-        splits = _largest_divisor(steps, min(HOPPER_SMS // blocks, steps // _FEWEST_STEPS))
-        if splits == 1:
-            return tiles
+        most = min(HOPPER_SMS // blocks, steps // _FEWEST_STEPS)
+        if most < 2:
+            return tiles._halved_if_sooner(rows, columns, needs)
+        splits = -(-steps // -(-steps // most))  # none is empty
         widest = min(tiles.columns, 256 // needs.products)
         return cls(64, widest, ping_pong=rows <= _FEW_ROWS, pieces=1, splits=splits)._deepened(needs)
+
+    @classmethod
+    def of_several(cls, shapes: Sequence[tuple[int, int]], depth: int, needs: EpilogueNeeds) -> HopperMatmulTiles:
+        """For products of these rows and columns and one depth, in one launch."""
+        rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
+        return cls._unsplit(rows, columns, depth, needs)
+
+    def rounds(self, *shapes: tuple[int, int]) -> int:
+        """How many tiles the busiest block takes one after another, in a launch of products of these shapes."""
+        of_each = (-(-r // (self.block_rows * self.cluster)) * -(-c // self.columns) for r, c in shapes)
+        return -(-self.splits * sum(of_each) // (HOPPER_SMS // self.cluster))
 
     @classmethod
     def _unsplit(cls, rows: int, columns: int, depth: int, needs: EpilogueNeeds) -> HopperMatmulTiles:
@@ -118,12 +131,25 @@ class HopperMatmulTiles:
             narrow = columns <= HOPPER_SMS * 64
             return cls(64, min(64 if narrow else 128, widest), ping_pong=True, pieces=1)._deepened(needs)
         cluster = 2 if rows > 2 * 128 else 1
+        if needs.products == 1 and not needs.arithmetic and depth <= _SHORT_DEPTH and widest >= 128:
+            return cls(128, 128, ping_pong=True, pieces=1)._deepened(needs)
         if not needs.arithmetic or depth > _OVERLAPPED_DEPTH:
             return cls(64, widest, cluster=cluster, pieces=min(widest // PIECE, 2))._deepened(needs)
         if needs.products > 1:
             return cls(128, min(64, widest), ping_pong=True, cluster=cluster, pieces=1)._deepened(needs)
         pieces = 2 if needs.reads else 1
         return cls(128, min(128, widest), ping_pong=True, pieces=pieces)._deepened(needs)
+
+    def _halved_if_sooner(self, rows: int, columns: int, needs: EpilogueNeeds) -> HopperMatmulTiles:
+        """With tiles of half the size, where they need so much less than twice the rounds that it pays for their
+        traffic."""
+        if rows <= _FEW_ROWS or needs.products > 1 or self.rows * self.columns < 128 * 128:
+            return self
+        smaller = {"rows": 64} if self.rows == 128 else {"columns": self.columns // 2}
+        half = dataclasses.replace(self, **smaller, pieces=1)
+        if _COST_OF_HALVES * half.rounds((rows, columns)) >= 2 * self.rounds((rows, columns)):
+            return self
+        return half._deepened(needs)
 
     def _deepened(self, needs: EpilogueNeeds) -> HopperMatmulTiles:
         """With as many stages as fit, if need be for fewer pieces under way."""
@@ -140,9 +166,9 @@ class HopperMatmulTiles:
 _FEW_ROWS = 64
 _OVERLAPPED_DEPTH = 4096
 """Up to which an epilogue's time is a sizeable part of its tile's, so that it should not stand alone."""
+_SHORT_DEPTH = 512
+"""Up to which the same holds of an epilogue that only stores."""
+_COST_OF_HALVES = 1.1
+"""Of two tiles of half the size to one: more bytes through shared memory for the same product."""
 _FEWEST_STEPS = 8
 """Of a split, or the sum over the splits takes longer than what they save."""
-
-
-def _largest_divisor(number: int, at_most: int) -> int:
-    return next((d for d in range(at_most, 1, -1) if number % d == 0), 1)

@@ -60,4 +60,4 @@ def backward(problem: Problem, residuals: Residuals, d_out: Float[Array, "M O"])
     """Gradients of all inputs, in the inputs' dtypes."""
     from fast_layers.ops.mlp import hopper_matmul, passes
 
-    return passes.backward(hopper_matmul.multiply, problem, residuals, d_out)
+    return passes.backward(hopper_matmul.multiply, problem, residuals, d_out, hopper_matmul.multiply_together)

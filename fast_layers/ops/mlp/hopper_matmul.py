@@ -14,7 +14,8 @@ for epilogues either. Blocks of a cluster stand below one another and load each 
 
 What the epilogue reads comes into the slots from which its results leave: a set of slots for each of the `pieces`
 under way. Where a product has fewer tiles than there are SMs, K is split over blocks (`splits`), whose parts leave in
-float32; XLA then adds them up and does what the epilogue would have done.
+float32; XLA then adds them up and does what the epilogue would have done. Products of equal K without an epilogue may
+share a launch (`multiply_together`): their tiles stand in one row, whose last round alone leaves SMs idle.
 
 What stands beyond an operand's end is loaded as zeros, and not stored; so sizes need not be multiples of a tile, only
 of TMA's own: 8 rows and 64 columns. Where they are not, `fit` copies the operand.
@@ -24,6 +25,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +53,7 @@ from fast_layers.ops.mlp.matmul import (
     TMA_ROWS,
     Matmul,
     Operands,
+    Products,
     Results,
     fit_operands,
     oriented,
@@ -63,12 +67,26 @@ BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def multiply(m: Matmul, operands: Operands, tiles: HopperMatmulTiles | None = None) -> Results:
-    tiles = HopperMatmulTiles.of(m.rows, m.columns, m.depth, m.needs, m.terms) if tiles is None else tiles
-    reason = tiles.objection(m.needs)
-    assert reason is None, reason
+    tiles = _tiles_of(m) if tiles is None else tiles
     if tiles.splits > 1:
         return _multiply_split(m, operands, tiles)
-    return trim(m, *_launch(tiles, m, _fit(m, operands, tiles)))
+    (results,) = _launch(tiles, (m,), (_fit(m, operands, tiles),))
+    return trim(m, *results)
+
+
+def multiply_together(products: Products, tiles: HopperMatmulTiles | None = None) -> list[Results]:
+    """In one launch, unless one of them alone has so few tiles that its depth is split. All have the same depth."""
+    ms = tuple(m for m, _ in products)
+    if tiles is None:
+        if any(_tiles_of(m).splits > 1 for m in ms):
+            return [multiply(*product) for product in products]
+        tiles = HopperMatmulTiles.of_several([(m.rows, m.columns) for m in ms], ms[0].depth, ms[0].needs)
+    results = _launch(tiles, ms, tuple(_fit(*product, tiles) for product in products))
+    return [trim(m, *result) for m, result in zip(ms, results, strict=True)]
+
+
+def _tiles_of(m: Matmul) -> HopperMatmulTiles:
+    return HopperMatmulTiles.of(m.rows, m.columns, m.depth, m.needs, m.terms)
 
 
 def _fit(m: Matmul, operands: Operands, tiles: HopperMatmulTiles) -> Operands:
@@ -79,7 +97,8 @@ def _fit(m: Matmul, operands: Operands, tiles: HopperMatmulTiles) -> Operands:
 def _multiply_split(m: Matmul, operands: Operands, tiles: HopperMatmulTiles) -> Results:
     """The parts are added up in the same order in every run."""
     bare = dataclasses.replace(m, epilogue=Plain((False,) * m.epilogue.products))
-    parts, _ = _launch(tiles, bare, _fit(bare, Operands(operands.a, operands.b, (None,) * m.epilogue.products), tiles))
+    given = _fit(bare, Operands(operands.a, operands.b, (None,) * m.epilogue.products), tiles)
+    ((parts, _),) = _launch(tiles, (bare,), (given,))
     summed = (x.reshape(tiles.splits, -1, x.shape[1]).sum(0) for x in parts)
     products = [x[: m.rows, : m.columns] for x in summed]
     biases = [None if b is None else b.astype(jnp.float32)[None] for b in operands.biases]
@@ -93,15 +112,24 @@ def _multiply_split(m: Matmul, operands: Operands, tiles: HopperMatmulTiles) -> 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[list[Array], list[Array]]:
+def _launch(tiles: HopperMatmulTiles, ms: tuple[Matmul, ...], operands: tuple[Operands, ...]) -> list[Results]:
+    """Of several, which differ in rows and columns only, none may have an epilogue, terms or a split depth."""
+    m = ms[0]
+    assert all(dataclasses.replace(other, rows=m.rows, columns=m.columns) == m for other in ms), ms
+    assert len(ms) == 1 or (m.epilogue == Plain() and m.terms == tiles.splits == 1), (m, tiles)
+    reason = tiles.objection(m.needs)
+    assert reason is None, reason
     epilogue, stages, cluster = m.epilogue, tiles.stages, tiles.cluster
     wg_rows, columns, block_rows = tiles.rows, tiles.columns, tiles.block_rows
-    row_tiles, column_tiles = -(-m.rows // (block_rows * cluster)), -(-m.columns // columns)
-    total = tiles.splits * row_tiles * column_tiles
+    row_tiles = [-(-each.rows // (block_rows * cluster)) for each in ms]
+    column_tiles = [-(-each.columns // columns) for each in ms]
+    firsts = [0, *itertools.accumulate(r * c for r, c in zip(row_tiles, column_tiles, strict=True))]
+    per_split = firsts.pop()
+    total = tiles.splits * per_split
     clusters = min(HOPPER_SMS // cluster, total)
     steps_per_term = -(-m.depth // DEPTH_TILE)
-    steps, rest = divmod(m.terms * steps_per_term, tiles.splits)
-    assert not rest, f"{tiles.splits} do not divide the steps of {m}"
+    # What the last split has beyond the depth's end is loaded as zeros.
+    steps = -(-m.terms * steps_per_term // tiles.splits)
     out_dtype = m.dtype if tiles.splits == 1 else jnp.dtype(jnp.float32)
     # Of those that wait for one tile: with ping_pong each warpgroup waits for its own tiles alone.
     owners = COMPUTE_WGS if tiles.ping_pong else 1
@@ -111,7 +139,7 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
 
     def mlp_matmul(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-        written, sums = split(refs[tree.num_leaves :], epilogue.writes)
+        outputs = results_of(refs[tree.num_leaves :])
         s = _Scratch(**{"read_ready": None, "sum_slots": None, **scratch})
         rank = lax.axis_index("rank") if cluster > 1 else 0
         first, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
@@ -119,10 +147,12 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
 
         def place(turn) -> _Place:
             index = turn * clusters + first
-            split = lax.div(index, row_tiles * column_tiles)
-            within = index - split * (row_tiles * column_tiles)
-            row_tile, column_tile = tile_at(within, row_tiles, column_tiles, tiles.row_group)
-            return _Place((row_tile * cluster + rank) * block_rows, column_tile * columns, split)
+            split = lax.div(index, per_split)
+            within = index - split * per_split
+            member = sum(((within >= start).astype(jnp.int32) for start in firsts[1:]), jnp.int32(0))
+            first_tile, tiles_below, tiles_beside = (numbered(member, x) for x in (firsts, row_tiles, column_tiles))
+            row_tile, column_tile = tile_at(within - first_tile, tiles_below, tiles_beside, tiles.row_group)
+            return _Place((row_tile * cluster + rank) * block_rows, column_tile * columns, split, member)
 
         @pl.when(warpgroup == COMPUTE_WGS)
         def _load():
@@ -134,7 +164,7 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
         @pl.when(warpgroup < COMPUTE_WGS)
         def _compute():
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            take = functools.partial(compute, inputs, s, written, sums, warpgroup)
+            take = functools.partial(compute, inputs, s, outputs, warpgroup)
             if not tiles.ping_pong:
                 lax.fori_loop(0, turns, lambda turn, _: take(place(turn), turn), None)
             else:
@@ -157,6 +187,11 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
         return s.ready.at[slot if owners == 1 else lax.rem(turn, owners) * stages + slot]
 
     def load(inputs: Any, s: _Scratch, at: _Place, turn):
+        if m.terms == 1:
+            sources = [(each.a[0], each.b) for each in inputs]
+        else:
+            sources = [(a, (b,)) for a, b in zip(inputs[0].a, inputs[0].b, strict=True)]
+
         def copy_step(i, _):
             step = turn * steps + i
             slot = lax.rem(step, stages)
@@ -167,7 +202,11 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
 
             arrived = ready(s, slot, turn)
 
-            def copy(a_ref, b_refs, k):
+            k = at.split * steps + i
+            source = at.member if m.terms == 1 else jnp.minimum(lax.div(k, steps_per_term), m.terms - 1)
+            k = k if m.terms == 1 else k - source * steps_per_term
+
+            def copy(a_ref, b_refs):
                 depth = pl.ds(k * DEPTH_TILE, DEPTH_TILE)
                 a_window = oriented(pl.ds(at.row, block_rows), depth, m.a_turned)
                 plgpu.copy_gmem_to_smem(a_ref.at[a_window], s.a_slots.at[slot], arrived)
@@ -176,15 +215,7 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
                 for i, b_ref in enumerate(b_refs):
                     plgpu.copy_gmem_to_smem(b_ref.at[b_window], s.b_slots.at[slot, i], arrived, **together)
 
-            k = at.split * steps + i
-            if m.terms == 1:
-                copy(inputs.a[0], inputs.b, k)
-            else:
-                for term in range(m.terms):
-
-                    @pl.when(lax.div(k, steps_per_term) == term)
-                    def _copy(term=term):
-                        copy(inputs.a[term], inputs.b[term : term + 1], k - term * steps_per_term)
+            do_one_of(source, [functools.partial(copy, *each) for each in sources])
 
         lax.fori_loop(0, steps, copy_step, None)
 
@@ -194,7 +225,7 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
 
         lax.fori_loop(jnp.maximum(all_steps - stages, 0), all_steps, wait, None)
 
-    def compute(inputs: Any, s: _Scratch, written, sums, warpgroup, at: _Place, turn):
+    def compute(inputs: Any, s: _Scratch, outputs, warpgroup, at: _Place, turn):
         rows_before = 0 if tiles.ping_pong else warpgroup * wg_rows  # in the block's tile
         row = at.row + rows_before
 
@@ -202,7 +233,7 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
             """Starts the loads of what the epilogue reads, once what left through the slots before has left them."""
             if epilogue.reads:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for i, ref in enumerate(inputs.read):
+            for i, ref in enumerate(inputs[0].read):
                 slot = (warpgroup * tiles.pieces + piece.lap) * epilogue.writes + i
                 window = ref.at[pl.ds(row + piece.row, PIECE), pl.ds(at.column + piece.column, PIECE)]
                 plgpu.copy_gmem_to_smem(window, s.out_slots.at[slot], s.read_ready.at[slot])
@@ -246,7 +277,7 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
             rows = slice(piece.row, piece.row + PIECE)
             cols = slice(piece.column, piece.column + PIECE)
             slots = [(warpgroup * tiles.pieces + piece.lap) * epilogue.writes + i for i in range(epilogue.writes)]
-            biases = [None if ref is None else bias_of(ref, at.column + piece.column) for ref in inputs.biases]
+            biases = [None if ref is None else bias_of(ref, at.column + piece.column) for ref in inputs[0].biases]
             for slot in slots[: epilogue.reads]:
                 plgpu.barrier_wait(s.read_ready.at[slot])
             read = [plgpu.load(s.out_slots.at[slot], layout=plgpu.Layout.WGMMA) for slot in slots[: epilogue.reads]]
@@ -264,14 +295,17 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
                 parts = [sum_over_rows(s.out_slots.at[slots[i]]) for i in epilogue.sums]
                 totals = parts if piece.row == 0 else [x + y for x, y in zip(totals, parts, strict=True)]
                 if piece.row + PIECE == wg_rows:
-                    store_sums(s, sums, warpgroup, totals, row, at.column + piece.column)
+                    store_sums(s, outputs[0][1], warpgroup, totals, row, at.column + piece.column)
             to_row = at.split * split_rows + row + piece.row
             window = pl.ds(to_row, PIECE), pl.ds(at.column + piece.column, PIECE)
-            for slot, ref in zip(slots, written, strict=True):
-                plgpu.copy_smem_to_gmem(s.out_slots.at[slot], ref.at[window])
+            do_one_of(at.member, [functools.partial(store, s, slots, written, window) for written, _ in outputs])
             if tiles.pieces == 1 and epilogue.reads and piece.index + 1 < len(pieces):
                 plgpu.commit_smem()  # the sums have been read
                 read_piece(pieces[piece.index + 1])
+
+    def store(s: _Scratch, slots, written, window):
+        for slot, ref in zip(slots, written, strict=True):
+            plgpu.copy_smem_to_gmem(s.out_slots.at[slot], ref.at[window])
 
     def store_sums(s: _Scratch, sums, warpgroup, totals, row, column):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -304,18 +338,25 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
     if epilogue.sums:
         scratch["sum_slots"] = plgpu.SMEM((COMPUTE_WGS * len(epilogue.sums), PIECE), jnp.float32)
     # Of one split, whose last tile must not reach into the next split's rows.
-    split_rows = row_tiles * block_rows * cluster
-    out_rows = max(round_up(m.rows, TMA_ROWS), PIECE) if tiles.splits == 1 else tiles.splits * split_rows
-    out_columns = round_up(m.columns, TMA_COLUMNS)
-    # A row of sums is stored as one dimension: what went beyond its end would come to stand in the next row.
-    sum_rows, sum_columns = split_rows // wg_rows, column_tiles * columns
+    split_rows = row_tiles[0] * block_rows * cluster
+
+    def out_types(each: Matmul, column_tiles: int) -> list[jax.ShapeDtypeStruct]:
+        rows = max(round_up(each.rows, TMA_ROWS), PIECE) if tiles.splits == 1 else tiles.splits * split_rows
+        written = jax.ShapeDtypeStruct((rows, round_up(each.columns, TMA_COLUMNS)), out_dtype)
+        # A row of sums is stored as one dimension: what went beyond its end would come to stand in the next row.
+        summed = jax.ShapeDtypeStruct((split_rows // wg_rows, column_tiles * columns), jnp.float32)
+        return [written] * epilogue.writes + [summed] * len(epilogue.sums)
+
+    def results_of(arrays: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:
+        count = epilogue.writes + len(epilogue.sums)
+        return [split(arrays[i * count : (i + 1) * count], epilogue.writes) for i in range(len(ms))]
+
     cluster_options: dict[str, Any] = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     results = plgpu.kernel(
         mlp_matmul,
-        out_type=(
-            *[jax.ShapeDtypeStruct((out_rows, out_columns), out_dtype)] * epilogue.writes,
-            *[jax.ShapeDtypeStruct((sum_rows, sum_columns), jnp.float32)] * len(epilogue.sums),
-        ),
+        out_type=[
+            x for each, tiles_beside in zip(ms, column_tiles, strict=True) for x in out_types(each, tiles_beside)
+        ],
         grid=(clusters,),
         grid_names=("cluster",),
         **cluster_options,
@@ -325,7 +366,26 @@ def _launch(tiles: HopperMatmulTiles, m: Matmul, operands: Operands) -> tuple[li
         # The GPU's own tanh is good for 11 bits, of which bfloat16 keeps 8. Sums over rows need no scratch.
         compiler_params=plgpu.CompilerParams(approx_math=m.dtype == jnp.bfloat16, reduction_scratch_bytes=512),
     )(*jax.tree.leaves(operands))
-    return split(results, epilogue.writes)
+    return results_of(results)
+
+
+def numbered(number: Any, values: list[int]) -> Any:
+    """The one of these with that number."""
+    if len(set(values)) == 1:
+        return values[0]
+    found = jnp.int32(values[0])
+    for i, value in enumerate(values[1:], start=1):
+        found = lax.select(number == i, jnp.int32(value), found)
+    return found
+
+
+def do_one_of(number: Any, doings: list[Callable[[], None]]) -> None:
+    """What has that number among doings, which name different arrays."""
+    if len(doings) == 1:
+        doings[0]()
+    else:
+        for i, do in enumerate(doings):
+            pl.when(number == i)(do)
 
 
 def bias_of(ref: Any, column: Any) -> Float[Array, "64 64"]:
@@ -334,11 +394,12 @@ def bias_of(ref: Any, column: Any) -> Float[Array, "64 64"]:
 
 
 class _Place(NamedTuple):
-    """A block's tile, by its first row and column, and which share of the depth."""
+    """A block's tile, by its first row and column, which share of the depth, and of which of the launch's products."""
 
     row: Any
     column: Any
     split: Any
+    member: Any
 
 
 class _Piece(NamedTuple):

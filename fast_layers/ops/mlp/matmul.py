@@ -6,7 +6,7 @@ Axis letters: R rows, C columns, K what is contracted.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -68,6 +68,9 @@ class Operands(NamedTuple):
 Results = tuple[list[Array], list[Array]]
 """(what the epilogue writes, each [R, C] of `Matmul.dtype`; what it sums over rows, each float32 [C])."""
 Multiply = Callable[[Matmul, Operands], Results]
+Products = Sequence[tuple[Matmul, Operands]]
+"""Of one depth, dtype and orientation, without an epilogue."""
+MultiplyTogether = Callable[[Products], list[Results]]
 
 
 def fit_operands(
@@ -106,7 +109,7 @@ def trim(m: Matmul, written: list[Array], sums: list[Array]) -> Results:
     return [x[: m.rows, : m.columns] for x in written], [x.sum(0)[: m.columns] for x in sums]
 
 
-def tile_at(index: Any, row_tiles: int, column_tiles: int, row_group: int) -> tuple[Any, Any]:
+def tile_at(index: Any, row_tiles: Any, column_tiles: Any, row_group: int) -> tuple[Any, Any]:
     """(row, column) of the `index`-th tile. Tiles at work together form a rectangle, whose operands L2 holds."""
     group, within = lax.div(index, row_group * column_tiles), lax.rem(index, row_group * column_tiles)
     height = jnp.minimum(row_tiles - group * row_group, row_group)

@@ -8,6 +8,7 @@ Axis letters: M tokens, I input features, F hidden features, O output features.
                 d_x = d_up w_up^T + d_gate w_gate^T, one product of twice the depth
                 d_w_up = x^T d_up, d_w_gate = x^T d_gate, d_w_down = h^T d_out
 
+The last line's products share x's tokens as their depth, and are asked for together.
 Only b_down's gradient, and for `linear` the activation's, are left to XLA: they have no product to go with.
 """
 
@@ -25,7 +26,7 @@ from jaxtyping import Array, Float
 
 from fast_layers.ops.mlp.epilogue import Activate, Differentiate, Epilogue, Plain
 from fast_layers.ops.mlp.float8 import scaled
-from fast_layers.ops.mlp.matmul import Matmul, Multiply, Operands, Results
+from fast_layers.ops.mlp.matmul import Matmul, Multiply, MultiplyTogether, Operands, Products, Results
 from fast_layers.ops.mlp.problem import Inputs, PreActivations, Problem, Residuals
 
 
@@ -50,9 +51,23 @@ def forward(multiply: Multiply, problem: Problem, inputs: Inputs) -> tuple[Float
     return mapped(inputs)
 
 
-def backward(multiply: Multiply, problem: Problem, residuals: Residuals, d_out: Float[Array, "M O"]) -> Inputs:
-    """Gradients of all inputs, in the inputs' dtypes. Under `jax.vmap` one example at a time."""
-    return sequential_vmap(functools.partial(_backward, multiply, problem))(residuals, d_out)
+def backward(
+    multiply: Multiply,
+    problem: Problem,
+    residuals: Residuals,
+    d_out: Float[Array, "M O"],
+    together: MultiplyTogether | None = None,
+) -> Inputs:
+    """Gradients of all inputs, in the inputs' dtypes. Under `jax.vmap` one example at a time.
+
+    `together` multiplies several of one depth; without it they are multiplied one by one.
+    """
+    together = functools.partial(_one_by_one, multiply) if together is None else together
+    return sequential_vmap(functools.partial(_backward, multiply, together, problem))(residuals, d_out)
+
+
+def _one_by_one(multiply: Multiply, products: Products) -> list[Results]:
+    return [multiply(*product) for product in products]
 
 
 def _forward(multiply: Multiply, p: Problem, inputs: Inputs) -> tuple[Float[Array, "M O"], PreActivations]:
@@ -66,7 +81,9 @@ def _forward(multiply: Multiply, p: Problem, inputs: Inputs) -> tuple[Float[Arra
     return out, (up, gate)
 
 
-def _backward(multiply: Multiply, p: Problem, residuals: Residuals, d_out: Float[Array, "M O"]) -> Inputs:
+def _backward(
+    multiply: Multiply, together: MultiplyTogether, p: Problem, residuals: Residuals, d_out: Float[Array, "M O"]
+) -> Inputs:
     inputs, *saved = residuals
     if p.save == "inputs":
         # Without the barrier XLA sees the forward's own launch in the same program and keeps its results instead.
@@ -76,24 +93,24 @@ def _backward(multiply: Multiply, p: Problem, residuals: Residuals, d_out: Float
     biased = tuple(b is not None for b in biases)
     if not pre and not _is_bare(p):
         pre, _ = _forward_product(multiply, p, inputs.x, weights, Plain(biased), biases)
-    d_w_down = None
+    h = None
     if inputs.w_down is not None:
         epilogue = Differentiate(p.activation, biased)
         (h, *d_pre), sums = _product(multiply, (d_out,), (inputs.w_down,), epilogue, b_turned=True, read=tuple(pre))
-        d_w_down = _weight_gradient(multiply, h, d_out)
     else:
         d_pre = [d_out]
         if not _is_bare(p):
             _, *d_pre = Differentiate(p.activation, biased)(p.dtype, (d_out.astype(jnp.float32),), (), pre)
         sums = [_sum_over_tokens(d) for d, wanted in zip(d_pre, biased, strict=True) if wanted]
     (d_x,), _ = _product(multiply, tuple(d_pre), weights, Plain(), b_turned=True)
-    d_up, *d_gate = d_pre
-    d_biases = iter(sums)
+    pairs = [*((inputs.x, d) for d in d_pre), *([] if h is None else [(h, d_out)])]
+    multiplied = together([_as_product((x,), (d,), Plain(), a_turned=True) for x, d in pairs])
+    d_weights, d_biases = iter([written for (written,), _ in multiplied]), iter(sums)
     gradients = Inputs(
         x=d_x,
-        w_up=_weight_gradient(multiply, inputs.x, d_up),
-        w_gate=_weight_gradient(multiply, inputs.x, d_gate[0]) if d_gate else None,
-        w_down=d_w_down,
+        w_up=next(d_weights),
+        w_gate=None if inputs.w_gate is None else next(d_weights),
+        w_down=None if inputs.w_down is None else next(d_weights),
         b_up=None if inputs.b_up is None else next(d_biases).astype(p.dtype),
         b_gate=None if inputs.b_gate is None else next(d_biases).astype(p.dtype),
         b_down=None if inputs.b_down is None else _sum_over_tokens(d_out).astype(p.dtype),
@@ -133,7 +150,12 @@ def _forward_product(
 
 
 def _product(
-    multiply: Multiply,
+    multiply: Multiply, a: tuple[Array, ...], b: tuple[Array, ...], epilogue: Epilogue, **options: Any
+) -> Results:
+    return multiply(*_as_product(a, b, epilogue, **options))
+
+
+def _as_product(
     a: tuple[Array, ...],
     b: tuple[Array, ...],
     epilogue: Epilogue,
@@ -142,17 +164,12 @@ def _product(
     b_turned: bool = False,
     biases: tuple[Array | None, ...] = (None,),
     read: tuple[Array, ...] = (),
-) -> Results:
-    """`multiply`, with sizes and dtype taken from the operands."""
+) -> tuple[Matmul, Operands]:
+    """What `multiply` takes, with sizes and dtype taken from the operands."""
     rows, depth = a[0].shape[::-1] if a_turned else a[0].shape
     columns = b[0].shape[0 if b_turned else 1]
     m = Matmul(rows, columns, depth, jnp.dtype(a[0].dtype), epilogue, len(a), a_turned, b_turned)
-    return multiply(m, Operands(a, b, biases, read))
-
-
-def _weight_gradient(multiply: Multiply, x: Float[Array, "M I"], d: Float[Array, "M F"]) -> Float[Array, "I F"]:
-    (gradient,), _ = _product(multiply, (x,), (d,), Plain(), a_turned=True)
-    return gradient
+    return m, Operands(a, b, biases, read)
 
 
 def _sum_over_tokens(x: Float[Array, "M F"]) -> Float[Array, " F"]:

@@ -83,3 +83,24 @@ def test_the_choice_is_by_shape_and_epilogue():
     assert chosen(1, 2048, 8192, "plain") == (64, 64, True, 1, 4)
     assert chosen(512, 2048, 5504, "plain", terms=2) == (64, 256, False, 1, 4)
     assert chosen(8, 8, 512, "plain") == (64, 64, True, 1, 1)  # too short to be split
+    assert chosen(512, 2048, 5504, "plain") == (64, 256, False, 1, 4)  # 86 steps in four, the last shorter
+    assert chosen(200, 64, 64 * 10, "plain") == (64, 64, False, 1, 1)
+    assert chosen(2048, 8192, 512, "plain") == (128, 128, True, 1, 1)  # storing is a sizeable part of it
+    assert chosen(512, 5504, 2048, "differentiate, gated") == (64, 128, True, 1, 1)  # 2.6 rounds, not 1.3
+    assert chosen(512, 8192, 2048, "differentiate, gated") == (128, 128, True, 1, 1)  # 1.9
+
+
+def test_no_split_is_empty():
+    for rows, steps in itertools.product((1, 64, 200, 512), range(1, 300)):
+        splits = HopperMatmulTiles.of(rows, 64, steps * config.DEPTH_TILE, NEEDS["plain"]).splits
+        assert (splits - 1) * -(-steps // splits) < steps
+        assert splits <= max(steps // 8, 1)
+
+
+def test_products_that_share_a_launch_share_its_last_round():
+    weights = [(2048, 5504), (2048, 5504), (5504, 2048)]
+    tiles = HopperMatmulTiles.of_several(weights, 8192, NEEDS["plain"])
+    assert (tiles.rows, tiles.columns, tiles.cluster) == (64, 256, 2)
+    assert [tiles.rounds(each) for each in weights] == [3, 3, 3]
+    assert tiles.rounds(*weights) == 8
+    assert HopperMatmulTiles.of_several(weights, 512, NEEDS["plain"]).ping_pong
