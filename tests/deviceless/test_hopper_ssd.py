@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import fast_layers
 from deviceless import ssd_functions
 from fast_layers.dispatch import Pass
-from fast_layers.ops.ssd.config import HOPPER_SMEM_BYTES
+from fast_layers.ops.ssd.config import HOPPER_SMEM_BYTES, HopperBackwardTiles, HopperForwardTiles, HopperStateTiles
 from fast_layers.testing import Compilation, compile_all_for
 from fast_layers.testing.deviceless import missing_wheels
 
@@ -65,12 +66,13 @@ CALLS = {
     "P64 N128, a group for each head": Call(heads=3, groups=3),
     "P128 N64, everything, odd length": Call(heads=3, head_dim=128, state_dim=64, length=1001, everything=True),
     "P32 N16": Call(heads=4, head_dim=32, state_dim=16),
+    "P64 N64, everything": Call(heads=4, state_dim=64, everything=True),
 }
 SPLIT = Call(batch=1, length=32_768)
 BACKWARD = {"ssd_states", "ssd_backward"}
-# With N 128, ptxas puts aside up to five addresses, each read again once or twice a panel, rather than have less in
+# With N 128, ptxas puts aside up to seven addresses, each read again once or twice a panel, rather than have less in
 # registers of what hides latency.
-MOST_SPILLED_BYTES = {"ssd_backward": 20}
+MOST_SPILLED_BYTES = {"ssd_backward": 28}
 # Of all kernels of a call; a second or two for each on an idle machine.
 MOST_SECONDS = 90.0
 
@@ -91,6 +93,20 @@ def test_backward_compiles_well():
 @pytest.mark.exhaustive
 def test_backward_of_all_calls_compiles_well():
     _check([*CALLS.items(), ("split", SPLIT)], "backward", BACKWARD)
+
+
+def expected_smem_bytes(kernel: str, call: Call) -> int:
+    """By what the choice of tiles goes."""
+    (operands,) = call.compilation("forward").shapes
+    explained = fast_layers.explain(lambda operands: fast_layers.ssd(**operands, implementation="reference"), operands)
+    p = explained.plans[0].problem
+    match kernel:
+        case "ssd_forward":
+            return HopperForwardTiles.of(p).smem_bytes(p.state_dim, p.gated)
+        case "ssd_backward":
+            return HopperBackwardTiles.of(p).smem_bytes(p.state_dim, p.gated)
+        case _:
+            return HopperStateTiles.of(p).smem_bytes(p.state_dim)
 
 
 def _check(calls: Iterable[tuple[str, Call]], pass_: Pass, kernels: set[str]) -> None:
@@ -117,6 +133,7 @@ def _check(calls: Iterable[tuple[str, Call]], pass_: Pass, kernels: set[str]) ->
             if kernel.spill_store_bytes > MOST_SPILLED_BYTES.get(kernel.name, 0):
                 faults.append(f"{name}: {kernel.spill_store_bytes} bytes are spilled")
             # The two of a split sequence differ in what they keep, and have one name.
-            if kernel.smem_bytes is not None and kernel.smem_bytes > HOPPER_SMEM_BYTES:
-                faults.append(f"{name}: {kernel.smem_bytes} bytes of shared memory exceed {HOPPER_SMEM_BYTES}")
+            most = min(HOPPER_SMEM_BYTES, expected_smem_bytes(kernel.name, call))
+            if kernel.smem_bytes is not None and kernel.smem_bytes > most:
+                faults.append(f"{name}: {kernel.smem_bytes} bytes of shared memory exceed {most}")
     assert not faults, "\n".join(faults)

@@ -12,6 +12,10 @@ ROWS = 64
 """Of one warpgroup's wgmma: tokens of a chunk, and channels of a panel."""
 HEAD_DIMS = (32, 64, 128)
 STATE_DIMS = (16, 32, 64, 128)
+FORWARD_FACTORS, BACKWARD_FACTORS = 4, 6
+"""Of a chunk and head: what the passes read of the decays, a float32 for each token each (`hopper_call.by_head`)."""
+_OTHER_SMEM_BYTES = 6 << 10
+"""What sums, documents, barriers and Mosaic's own need take at most, each padded to a KiB."""
 _DEEPEST_RING = 4
 _MULTIPROCESSORS = 132
 """Of an H100 (SXM) and an H200."""
@@ -59,12 +63,12 @@ class HopperForwardTiles:
         return {1: 208, 2: 56}[self.compute_wgs]
 
     def smem_bytes(self, state_dim: int, gated: bool) -> int:
-        """Of 16-bit tiles; the factors of decay and the barriers take less than the last 8 KiB."""
+        """Of tiles of 16 bits, of the factors of decay, and at most of the rest."""
         state_dim = padded_state(state_dim)
-        own = (1 + gated) * ROWS
+        own = (1 + gated) * ROWS + 2 * FORWARD_FACTORS
         stage = ROWS * (2 * state_dim + self.compute_wgs * own)
         kept = self.compute_wgs * ROWS * (state_dim + 2 * ROWS)
-        return 2 * (self.stages * stage + kept) + (8 << 10)
+        return 2 * (self.stages * stage + kept) + _OTHER_SMEM_BYTES
 
     @classmethod
     def of(cls, problem: Problem) -> HopperForwardTiles:
@@ -107,9 +111,9 @@ class HopperStateTiles:
     def smem_bytes(self, state_dim: int) -> int:
         """As `HopperForwardTiles.smem_bytes`."""
         state_dim = padded_state(state_dim)
-        stage = ROWS * (state_dim + self.compute_wgs * ROWS)
+        stage = ROWS * (state_dim + self.compute_wgs * (ROWS + 2 * BACKWARD_FACTORS))
         kept = self.compute_wgs * ROWS * (state_dim + ROWS)
-        return 2 * (self.stages * stage + kept) + (8 << 10)
+        return 2 * (self.stages * stage + kept) + _OTHER_SMEM_BYTES
 
     @classmethod
     def of(cls, problem: Problem) -> HopperStateTiles:
@@ -133,11 +137,11 @@ class HopperBackwardTiles:
             raise ValueError(f"{self.slices=} must be at least 1")
 
     def smem_bytes(self, state_dim: int, gated: bool) -> int:
-        """Of 16-bit tiles; factors, sums and barriers take less than the last 8 KiB."""
+        """As `HopperForwardTiles.smem_bytes`."""
         state_dim = padded_state(state_dim)
-        stage = ROWS * (2 * ROWS + 2 * state_dim)
-        kept = ROWS * (2 * state_dim + (9 + gated) * ROWS)
-        return 2 * (self.stages * stage + kept) + (8 << 10)
+        stage = ROWS * (2 * ROWS + 2 * state_dim + 2 * BACKWARD_FACTORS)
+        kept = ROWS * (2 * state_dim + (10 + gated) * ROWS)
+        return 2 * (self.stages * stage + kept) + _OTHER_SMEM_BYTES
 
     @classmethod
     def of(cls, problem: Problem) -> HopperBackwardTiles:

@@ -340,6 +340,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
         def over_panels(d_c_acc):
             plgpu.barrier_wait(s.bc_ready)
             s.score_slots[1] = multiply(s.c_slot, s.b_slot.T)
+            row, column = (plgpu.broadcasted_iota(jnp.int32, TILE, axis, layout=WGMMA) for axis in (0, 1))
+            s.triangle[...] = (column >= row).astype(jnp.bfloat16)
 
             def step(i, _):
                 slot, unit = lax.rem(i, ring), at.first_unit + i
@@ -396,9 +398,9 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
 
             def pass_by(acc):
                 row, column = (plgpu.broadcasted_iota(jnp.int32, TILE, axis, layout=WGMMA) for axis in (0, 1))
-                from_on = (column >= row).astype(jnp.bfloat16)
-                plgpu.wgmma(acc, from_on, s.passing_slots.at[0])
-                plgpu.wgmma(acc, from_on, s.passing_slots.at[1])
+                # From shared memory: as constants in registers, ptxas 13.0 changed some of them while they were read.
+                plgpu.wgmma(acc, s.triangle, s.passing_slots.at[0])
+                plgpu.wgmma(acc, s.triangle, s.passing_slots.at[1])
                 return jnp.where(column < row, plgpu.wgmma_accumulator_load(acc, wait_n=0), 0.0).sum(axis=1)
 
             s.row_slots[PASSED] = pl.run_scoped(pass_by, ACCUMULATOR)
@@ -433,6 +435,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
         "d_x_slot": smem_tile(*TILE, dtype=p.dtype),
         **({"y_slot": smem_tile(*TILE, dtype=p.dtype)} if p.gated else {}),
         "passing_slots": smem_tile(2, *TILE, dtype=jnp.bfloat16),
+        "triangle": smem_tile(*TILE, dtype=jnp.bfloat16),
         "score_slots": smem_tile(2, *TILE, dtype=jnp.float32),
         "d_score_sums": smem_tile(*TILE, dtype=jnp.float32),
         "column_slots": plgpu.SMEM((3 + sums_skipped, ROWS), jnp.float32),
@@ -496,6 +499,7 @@ class _Scratch(NamedTuple):
     d_x_slot: Any
     y_slot: Any
     passing_slots: Any
+    triangle: Any
     score_slots: Any
     d_score_sums: Any
     column_slots: Any
