@@ -3,11 +3,13 @@
     python -m bench mlp --quick --out bench/results/h200
     uv run bench/mlp.py --out bench/results/cpu/mlp.json
 
-Everything that the machine has takes part, the peers taking turns so that drift hits all alike; the median counts.
+Everything that the machine has takes part, the peers taking turns, forwards and backwards, so that drift hits all
+alike (a chip that has just waited is the faster one); the median counts.
 fast_layers runs twice (the second as "again"): their distance is the noise of the run. Forward with backward returns
 the output as well, or XLA would leave out the product that makes it. A peer that cannot run a case is listed with its
 reason, one whose values lie off the first's is marked and not counted. `--out` is a folder for mlp.json, or the name
-of the JSON file; it is rewritten after each cell. `--hlo DIR` writes what XLA made of each JAX program.
+of the JSON file; it is rewritten after each cell, and beside it stands a picture. `--hlo DIR` writes what XLA made of
+each JAX program. `--widths 8192 2048` measures these of the set's input features only, in this order.
 
 Axis letters: M tokens, I input features, F hidden features.
 """
@@ -23,7 +25,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,6 +102,15 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "cpu": lambda: grid((512,), (512,)),
     "tiny": lambda: [Case(16, 8, 32), Case(16, 8, 24, gated=True), Case(8, 8, None)],
 }
+
+
+def of_widths(cases: Sequence[Case], widths: Iterable[int]) -> list[Case]:
+    """Those with so many input features, in this order."""
+    there = list(dict.fromkeys(case.width for case in cases))
+    widths = list(widths)
+    if unknown := [width for width in widths if width not in there]:
+        raise ValueError(f"{unknown[0]}: the set has {', '.join(map(str, there))}; choose another by --cases")
+    return [case for width in widths for case in cases if case.width == width]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,6 +290,7 @@ class TorchProgram:
     def __init__(self, peer: Peer, case: Case, pass_: Pass):
         import torch  # pyright: ignore[reportMissingImports]
 
+        torch.cuda.empty_cache()  # what the cell before had, which JAX cannot take
         self.torch, self.stream = torch, torch.cuda.Stream()
         self.apply, self.pass_ = functools.partial(peer.apply, case), pass_
 
@@ -397,8 +409,8 @@ def measure_cell(
                 (hlo / name).write_text(program.compiled.as_text() or "")
         if peer.ours:
             row.backend = _chosen(peer, case)
-    for _ in range(rounds):
-        for name, program in programs.items():
+    for turn in range(rounds):
+        for name, program in list(programs.items())[:: 1 if turn % 2 == 0 else -1]:
             if rows[name].refused is None:
                 found, rows[name].refused = attempt(lambda p=program: p.seconds(inputs, watch))
                 if found is not None:
@@ -485,21 +497,27 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench mlp", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", choices=SETS, help="default: all on a GPU, cpu elsewhere")
     parser.add_argument("--quick", action="store_true", help="a few cells, in about a minute")
+    parser.add_argument("--widths", nargs="+", type=int, help="only cases of these input features, in this order")
     parser.add_argument("--passes", nargs="+", default=PASSES, choices=PASSES)
     parser.add_argument("--peers", nargs="+", help="only peers whose names contain one of these; ours are always in")
     parser.add_argument("--out", type=Path, help="folder for the JSON, or its own name")
     parser.add_argument("--hlo", type=Path, help="folder for the compiled programs as text")
     parser.add_argument("--time-limit", type=float, help="seconds after which no other cell is begun")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds of turns")
+    parser.add_argument("--repeats", type=int, default=4, help="rounds of turns")
     args = parser.parse_args(argv)
     if args.quick and args.cases:
         parser.error("--quick names its own cases: leave out --cases")
     clock = Clock(args.time_limit)
-    # PyTorch allocates beside JAX in this process.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+    # PyTorch allocates beside JAX in this process, and at the widest cells more, since it keeps its graphs' memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     gpu = timing.on_gpu()
     names = "all" if gpu else "cpu"
     cases = SETS["quick" if args.quick and gpu else args.cases or names]()
+    if args.widths:
+        try:
+            cases = of_widths(cases, args.widths)
+        except ValueError as error:
+            raise SystemExit(f"bench mlp: --widths {error}") from None
     peers, absent = find()
     if args.peers:
         known = [*absent, *(peer.name for peer in peers)]
@@ -511,11 +529,15 @@ def main(argv: list[str] | None = None) -> None:
     command = f"python -m bench mlp {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     facts = {**environment(command, now), "absent": absent}
-    run(cases, peers, facts, path, passes=args.passes, rounds=args.repeats, clock=clock, hlo=args.hlo)
+    report = run(cases, peers, facts, path, passes=args.passes, rounds=args.repeats, clock=clock, hlo=args.hlo)
     for name, reason in absent.items():
         print(f"not here: {name}: {reason}")
     if path is not None:
-        print(f"wrote {path}")
+        from bench import plots
+
+        picture = path.with_name(f"{path.stem}_bars.png")
+        plots.mlp_bars(report, picture)
+        print(f"wrote {path} and {picture.name}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""The two pictures of a run: bars per shape, and the roofline."""
+"""The pictures of a run: bars per shape, and for attention the roofline."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -18,9 +20,20 @@ from bench.report import Cell, Report
 COLUMNS = 4
 
 
-def _title(report: Report) -> str:
-    versions = report.environment["versions"]
-    return f"{report.environment['device']}, jax {versions['jax']}, {report.environment['date'][:10]}"
+class Bar(NamedTuple):
+    rate: float
+    agrees: bool
+
+
+class Panel(NamedTuple):
+    title: str
+    unit: str
+    groups: list[tuple[str, dict[str, Bar]]]
+    """Their labels, and a bar for each name."""
+
+
+def _title(facts: dict[str, Any]) -> str:
+    return f"{facts['device']}, jax {facts['versions']['jax']}, {facts['date'][:10]}"
 
 
 def bars(report: Report, path: Path) -> None:
@@ -30,9 +43,38 @@ def bars(report: Report, path: Path) -> None:
         if any(row.seconds is not None for row in cell.rows):
             row = cell.rows[0]
             panels.setdefault(f"{row.group} D{row.depth} {row.mask}, {row.pass_}, {row.unit}", []).append(cell)
+    drawn = []
+    for title, cells in panels.items():
+        cells.sort(key=lambda cell: (cell.rows[0].kv_length, cell.rows[0].heads, cell.rows[0].batch))
+        groups = []
+        for cell in cells:
+            timed = [row for row in cell.rows if row.seconds is not None]
+            groups.append((_label(cell), {row.name: Bar(row.rate, row.agrees) for row in timed}))
+        drawn.append(Panel(title, cells[0].rows[0].unit, groups))
+    draw_bars(drawn, _title(report.environment), path)
+
+
+def mlp_bars(report: dict[str, Any], path: Path) -> None:
+    """One panel per width, kind and pass; a bar per peer and number of tokens. `report` is what `bench mlp` writes."""
+    panels: dict[str, Panel] = {}
+    groups: dict[tuple[str, str], dict[str, Bar]] = {}
+    for row in report["rows"]:
+        if row["seconds"] is None:
+            continue
+        title = f"{row['case'].partition(' ')[2]}, {row['pass']}"
+        panel = panels.setdefault(title, Panel(title, "TFLOP/s", []))
+        label = f"{row['tokens']} tokens"
+        if (title, label) not in groups:
+            groups[title, label] = {}
+            panel.groups.append((label, groups[title, label]))
+        groups[title, label][row["name"]] = Bar(row["tflops"], row["agrees"])
+    draw_bars(list(panels.values()), _title(report), path)
+
+
+def draw_bars(panels: Sequence[Panel], title: str, path: Path) -> None:
     if not panels:
         return
-    names = list(dict.fromkeys(row.name for cell in report.cells for row in cell.rows if row.seconds is not None))
+    names = list(dict.fromkeys(name for panel in panels for _, bars in panel.groups for name in bars))
     colours = dict(zip(names, plt.get_cmap("tab20")(np.linspace(0, 1, 20)), strict=False))
     colours |= {"fast_layers": "black", "again": "dimgray"}
     columns = min(COLUMNS, len(panels))
@@ -40,21 +82,19 @@ def bars(report: Report, path: Path) -> None:
     figure, axes = plt.subplots(rows, columns, figsize=(6 * columns, 3.2 * rows), squeeze=False, layout="constrained")
     for ax in axes.flat[len(panels) :]:
         ax.axis("off")
-    for ax, (title, cells) in zip(axes.flat, panels.items(), strict=False):
-        cells = sorted(cells, key=lambda cell: (cell.rows[0].kv_length, cell.rows[0].heads, cell.rows[0].batch))
+    for ax, panel in zip(axes.flat, panels, strict=False):
         width = 0.85 / len(names)
-        for position, cell in enumerate(cells):
+        for position, (_, bars) in enumerate(panel.groups):
             for offset, name in enumerate(names):
-                row = cell.row(name)
-                if row is not None:
-                    at = position + (offset - (len(names) - 1) / 2) * width
-                    ax.bar(at, row.rate, width, color=colours[name], hatch=None if row.agrees else "//")
-        ax.set_xticks(range(len(cells)), [_label(cell) for cell in cells], fontsize=7)
-        ax.set_ylabel(cells[0].rows[0].unit)
-        ax.set_title(title, fontsize=9)
+                if name in bars:
+                    bar, at = bars[name], position + (offset - (len(names) - 1) / 2) * width
+                    ax.bar(at, bar.rate, width, color=colours[name], hatch=None if bar.agrees else "//")
+        ax.set_xticks(range(len(panel.groups)), [label for label, _ in panel.groups], fontsize=7)
+        ax.set_ylabel(panel.unit)
+        ax.set_title(panel.title, fontsize=9)
     handles = [Patch(color=colours[name]) for name in names]
     figure.legend(handles, names, loc="outside lower center", ncols=6, fontsize=8)
-    figure.suptitle(_title(report))
+    figure.suptitle(title)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -89,7 +129,7 @@ def roofline(report: Report, path: Path) -> None:
         x, np.minimum(matmul, x * copy * 1e-3), "k-", lw=1, label=f"matmul {matmul:.3g} TFLOP/s, copy {copy:.4g} GB/s"
     )
     ax.set(xscale="log", yscale="log", xlabel="FLOPs per byte of inputs and outputs", ylabel="TFLOP/s")
-    ax.set_title(_title(report))
+    ax.set_title(_title(report.environment))
     ax.grid(True, which="both", alpha=0.2)
     ax.legend(fontsize=8)
     figure.savefig(path, dpi=110)

@@ -65,6 +65,7 @@ def test_every_cell_of_a_tiny_run(tmp_path, monkeypatch):
                 assert row["share_of_matmul"] > 0
     assert rows[GELU.name, "forward+backward", "fast_layers"]["backend"] == "xla"
     assert rows[MATMUL.name, "forward", "fast_layers saving inputs"]["refused"] == "the same as fast_layers here"
+    assert out.with_name("mlp_bars.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     texts = [path.read_text() for path in hlo.iterdir()]
     assert texts
     assert all("HloModule" in text for text in texts)
@@ -94,7 +95,16 @@ def test_the_time_limit_is_kept_and_told():
     assert report["not_reached"] == [f"{GELU.name} {pass_}" for pass_ in mlp.PASSES]
 
 
-@pytest.mark.parametrize("arguments", [["--cases", "huge"], ["--quick", "--cases", "tiny"], ["--peers", "numpy"]])
+def test_widths_are_taken_in_the_order_asked_for():
+    cases = mlp.of_widths(mlp.SETS["all"](), (8192, 2048))
+    assert list(dict.fromkeys(case.width for case in cases)) == [8192, 2048]
+    assert [case.tokens for case in cases if case.width == 8192] == [16_384, 16_384, 8192, 8192, 512, 512, 8192]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--cases", "huge"], ["--quick", "--cases", "tiny"], ["--peers", "numpy"], ["--cases", "cpu", "--widths", "8192"]],
+)
 def test_usage_errors(arguments):
     with pytest.raises(SystemExit):
         mlp.main(arguments)
