@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fast_layers.arch import Arch
+from fast_layers.dispatch import Pass
 from fast_layers.ops.mlp import kernel_call
 from fast_layers.ops.mlp.problem import Inputs, PreActivations, Problem, Residuals
 
@@ -21,13 +24,22 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     return kernel_call.objection(problem)
 
 
-# Between what an H200 was timed at (bench/NOTES.md), less where XLA was as fast.
-_FEWEST_TOKENS = 512
-_NARROWEST, _WIDEST, _WIDEST_GATED = 2048, 4096, 2048
-_FEW_TOKENS = 4096
+class _Tokens(NamedTuple):
+    fewest: int
+    most: int | None = None
 
 
-def by_name_only(problem: Problem, arch: Arch, pass_) -> str | None:
+_NARROWEST, _WIDEST = 2048, 4096
+# Where an H200 was timed and no slower than XLA or Flax (bench/NOTES.md), by gate and pass: at width 2048, and over it.
+_TIMED: dict[tuple[bool, Pass], tuple[_Tokens, _Tokens | None]] = {
+    (False, "forward"): (_Tokens(512), _Tokens(8192)),
+    (False, "backward"): (_Tokens(8192), _Tokens(8192)),
+    (True, "forward"): (_Tokens(512), _Tokens(16_384)),
+    (True, "backward"): (_Tokens(512, 4096), None),
+}
+
+
+def by_name_only(problem: Problem, arch: Arch, pass_: Pass) -> str | None:
     """Why XLA is the first choice where both take the call."""
     p = problem
     del arch
@@ -35,17 +47,21 @@ def by_name_only(problem: Problem, arch: Arch, pass_) -> str | None:
         return "has not been timed without a product down, or is no faster than XLA's where it was"
     if p.dtype != jnp.bfloat16:
         return f"has not been timed in {p.dtype}"
-    if p.tokens < _FEWEST_TOKENS:
-        return f"has not been timed below {_FEWEST_TOKENS} tokens, got {p.tokens}"
-    widest = _WIDEST_GATED if p.gated else _WIDEST
-    if not all(_NARROWEST <= width <= widest for width in (p.in_features, p.out_features)):
-        kind = "with a gate " if p.gated else ""
-        wanted = f"{_NARROWEST} to {widest}" if widest > _NARROWEST else f"{_NARROWEST}"
-        return f"has been timed {kind}at widths of {wanted}, got {p.in_features} in and {p.out_features} out"
+    widths = (p.in_features, p.out_features)
+    if not all(_NARROWEST <= width <= _WIDEST for width in widths):
+        wanted = f"{_NARROWEST} to {_WIDEST}"
+        return f"has been timed at widths of {wanted}, got {p.in_features} in and {p.out_features} out"
     if p.hidden_features < 2 * p.in_features:
         return f"has been timed with hidden sizes from twice the width on, got {p.hidden_features} for {p.in_features}"
-    if p.gated and pass_ == "backward" and p.tokens > _FEW_TOKENS:
-        return f"with a gate, XLA's backward is as fast beyond {_FEW_TOKENS} tokens"
+    at_narrowest, wider = _TIMED[p.gated, pass_]
+    tokens = at_narrowest if max(widths) == _NARROWEST else wider
+    call = f"{pass_} {'with' if p.gated else 'without'} a gate at widths of {p.in_features} and {p.out_features}"
+    if tokens is None:
+        return f"is no faster than XLA's {call}, or was not timed there"
+    if p.tokens < tokens.fewest:
+        return f"is no faster than XLA's {call} below {tokens.fewest} tokens, or was not timed there, got {p.tokens}"
+    if tokens.most is not None and p.tokens > tokens.most:
+        return f"is no faster than XLA's {call} beyond {tokens.most} tokens, got {p.tokens}"
     return None
 
 

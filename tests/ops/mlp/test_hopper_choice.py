@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import subprocess
@@ -61,19 +60,23 @@ MEASURED = dataclasses.replace(PROBLEM, tokens=8192, in_features=2048, hidden_fe
 LEFT_TO_XLA = {
     "linear": ({"out_features": None}, PASSES, "without a product down"),
     "float16": ({"dtype": jnp.dtype(jnp.float16)}, PASSES, "has not been timed in float16"),
-    "few tokens": ({"tokens": 511}, PASSES, "has not been timed below 512 tokens, got 511"),
+    "few tokens": ({"tokens": 511}, PASSES, "tokens, or was not timed there, got 511"),
+    "hundreds of tokens": ({"tokens": 512}, ("backward",), "backward without a gate at widths of 2048 and 2048 below"),
+    "thousands of tokens, wide": ({"tokens": 8191, "in_features": 4096}, PASSES, "4096 and 2048 below 8192 tokens"),
     "narrow": ({"in_features": 1024}, PASSES, "at widths of 2048 to 4096, got 1024 in and 2048 out"),
     "wide": ({"out_features": 8192}, PASSES, "at widths of 2048 to 4096"),
     "narrow inside": ({"hidden_features": 4088}, PASSES, "from twice the width on, got 4088 for 2048"),
-    "gated and wide": ({"gated": True, "in_features": 4096}, PASSES, "with a gate at widths of 2048, got 4096 in"),
-    "gated": ({"gated": True, "activation": "silu"}, ("backward",), "XLA's backward is as fast beyond 4096 tokens"),
+    "gated and wide": ({"gated": True, "in_features": 4096}, PASSES, "with a gate at widths of 4096 and 2048"),
+    "many gated and wide": ({"gated": True, "tokens": 16384, "in_features": 4096}, ("backward",), "XLA's backward"),
+    "gated": ({"gated": True, "activation": "silu"}, ("backward",), "2048 and 2048 beyond 4096 tokens, got 8192"),
 }
 
 
 @pytest.mark.parametrize("arch", [H100, H200], ids=lambda arch: arch.name)
 def test_is_taken_where_it_was_timed(arch):
-    for tokens, pass_ in itertools.product((512, 16384), PASSES):
-        choice = choose(BACKENDS, dataclasses.replace(MEASURED, tokens=tokens), arch, pass_)
+    timed = [(8192, False, "forward"), (8192, False, "backward"), (512, False, "forward")]
+    for tokens, gated, pass_ in [*timed, (512, True, "forward"), (512, True, "backward"), (16384, True, "forward")]:
+        choice = choose(BACKENDS, dataclasses.replace(MEASURED, tokens=tokens, gated=gated), arch, pass_)
         assert choice.backend is not None
         assert choice.backend.name == "hopper"
 
