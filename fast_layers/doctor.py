@@ -8,7 +8,6 @@ warnings. `--json` gives the same as data. `--all` also runs what calls take by 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import os
@@ -171,7 +170,8 @@ def _parity_line(backend: BackendReport) -> str:
 def examine(*, by_name: bool = False) -> Report:
     """Look at everything; runs the quick parity cases of every op and backend on the default device.
 
-    Backends and cases that a call gets by name only, most of which no GPU has run, are left out unless `by_name`.
+    Backends that a typical call gets by name only, most of which no GPU has run, are left out unless `by_name`, and so
+    are a pass's cases; those that it gets by itself take all cases, though calls of their size may be left to XLA.
     """
     arch = lowering_targets()[0]
     versions = _versions(arch)
@@ -182,11 +182,7 @@ def examine(*, by_name: bool = False) -> Report:
 
 def _examine_op(suite: parity.Suite, arch: Arch, by_name: bool) -> OpReport:
     problem = suite.typical()
-    asked = [
-        dataclasses.replace(backend, supports=functools.partial(backend.refuses, by_name=by_name))
-        for backend in suite.backends()
-        if backend.name != "reference"
-    ]
+    asked = [_asked(backend, problem, arch, by_name) for backend in suite.backends() if backend.name != "reference"]
     table = parity.check_parity(suite.op, backends=asked, cases=suite.quick)
     backends = tuple(
         BackendReport(
@@ -197,6 +193,16 @@ def _examine_op(suite: parity.Suite, arch: Arch, by_name: bool) -> OpReport:
         for backend in asked
     )
     return OpReport(suite.op, problem.describe(), len(suite.quick), backends)
+
+
+def _asked(backend: dispatch.Backend, typical: Any, arch: Arch, by_name: bool) -> dispatch.Backend:
+    """The backend as it is to be examined: what its `supports` says of a case depends on the typical call."""
+    taken = {pass_: by_name or backend.refuses(typical, arch, pass_) is None for pass_ in dispatch.PASSES}
+
+    def supports(problem: Any, arch: Arch, pass_: dispatch.Pass) -> str | None:
+        return backend.refuses(problem, arch, pass_, by_name=taken[pass_])
+
+    return dataclasses.replace(backend, supports=supports)
 
 
 def _devices() -> tuple[str, ...]:

@@ -19,14 +19,6 @@ def may_be_partitioned() -> bool:
     return any(kind == AxisType.Auto and size > 1 for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True))
 
 
-def explicit_in_sight() -> bool:
-    """Arrays may be explicitly sharded, which an op that has no `shard_map` of its own cannot have in a kernel."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return any(
-        kind == AxisType.Explicit and size > 1 for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    )
-
-
 def on_one_device() -> contextlib.AbstractContextManager[Any]:
     """On a machine with several GPUs, where no mesh says otherwise, what is traced inside is for the first one."""
     if gpus_here() < 2 or not jax.sharding.get_abstract_mesh().empty:

@@ -55,13 +55,14 @@ CASES: Mapping[str, Case] = {
     "129 positions": Case(length=129),
     "1000 positions": Case(length=1000),
     "odd channels": Case(channels=33),
+    "many channels": Case(channels=768),
     "states": Case(initial_state=True, final_state=True),
     "documents": Case(documents=(37, 1, 2, 110), initial_state=True, final_state=True),
     "a short last document": Case(documents=(148, 2), final_state=True),
 }
 """The whole table, by name: what a backend must either compute within the limit or refuse with a reason."""
 
-QUICK = ("as in Mamba", "documents")
+QUICK = ("as in Mamba", "documents", "many channels")
 _ALSO_FLOAT16 = frozenset({"as in Mamba", "states"})
 
 

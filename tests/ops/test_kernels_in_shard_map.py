@@ -1,4 +1,6 @@
-"""Kernels traced inside `shard_map`, the way out on several GPUs that their refusals name; nothing runs here."""
+"""Kernels traced inside `shard_map`, the way out on several GPUs that their refusals name, and on explicitly sharded
+arrays; nothing runs here.
+"""
 
 from __future__ import annotations
 
@@ -96,3 +98,59 @@ def test_results_of_a_shard_do_not_pass_for_those_of_all(kernel):
     in_specs = (P("data"), *(P() for _ in operands[1:]))
     with pytest.raises(ValueError, match=r"replicat|varying"):
         jax.eval_shape(jax.shard_map(call, mesh=_mesh(), in_specs=in_specs, out_specs=P()), *operands)
+
+
+# By name, the layout of the operands. Groups of the norm are whole on each device.
+EXPLICIT = {
+    "conv": (
+        lambda x, w: fast_layers.causal_conv1d(x, w, activation="silu", implementation="hopper"),
+        [((8, 16, 512), P("data", None, "model")), ((4, 512), P())],
+    ),
+    "conv, the batch on one axis": (
+        lambda x, w: fast_layers.causal_conv1d(x, w, implementation="hopper"),
+        [((8, 16, 128), P("data")), ((4, 128), P())],
+    ),
+    "norm": (
+        lambda y, w: fast_layers.gated_rms_norm(y, y, w, group_size=128, implementation="hopper"),
+        [((8, 16, 512), P("data", None, "model")), ((512,), P())],
+    ),
+    "norm, rows of two axes": (
+        lambda y, w: fast_layers.gated_rms_norm(y, y, w, implementation="hopper"),
+        [((8, 16, 128), P("data", "model")), ((128,), P())],
+    ),
+}
+
+
+def _explicit(specs):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:8])
+    placed = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec)) for s, spec in specs)
+    return mesh, list(placed)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_explicitly_sharded_arrays(name, monkeypatch):
+    call, specs = EXPLICIT[name]
+    monkeypatch.setattr(dispatch, "lowering_targets", lambda: (H200,))
+    mesh, operands = _explicit(specs)
+    with jax.set_mesh(mesh):
+        traced = jax.jit(jax.value_and_grad(lambda *o: call(*o).astype(jnp.float32).sum(), (0, 1))).trace(*operands)
+    _, grads = traced.out_info
+    assert [g.sharding.spec for g in grads] == [jax.typeof(x).sharding.spec for x in map(_zeros, operands)]
+    assert "shard_map" in str(traced.jaxpr)
+
+
+def _zeros(x):
+    return jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+def test_a_group_split_over_devices_is_left_to_xla(monkeypatch):
+    monkeypatch.setattr(dispatch, "lowering_targets", lambda: (H200,))
+    mesh, (y, w) = _explicit([((8, 16, 512), P("data", None, "model")), ((512,), P("model"))])
+    with jax.set_mesh(mesh):
+        (plan,) = fast_layers.explain(fast_layers.gated_rms_norm, y, y, w).plans
+        assert plan.sole_backend("forward").name == "xla"
+        assert "groups split over devices" in plan.problem.describe()
+        with pytest.raises(ValueError, match="needs the features of a group on one device"):
+            jax.eval_shape(lambda y, w: fast_layers.gated_rms_norm(y, y, w, implementation="hopper"), y, w)

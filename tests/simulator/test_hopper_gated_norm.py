@@ -12,8 +12,9 @@ import pytest
 
 import fast_layers
 from fast_layers.arch import Arch
-from fast_layers.dispatch import PASSES
+from fast_layers.dispatch import PASSES, choose
 from fast_layers.ops.gated_norm import config, hopper_call, hopper_norm
+from fast_layers.ops.gated_norm.backends import BACKENDS
 from fast_layers.ops.gated_norm.config import HopperTiles
 from fast_layers.ops.gated_norm.problem import Problem
 from fast_layers.testing import simulate
@@ -98,6 +99,7 @@ def test_a_planted_fault_is_found(fault, monkeypatch, few_blocks):
         ({"features": 8448, "group_size": 8448}, "features, got 8448"),
         ({"rows": (0, 3)}, "needs rows, got y [0, 3, 1024]"),
         ({"rows": (2**22,)}, "takes up to 2147483647 numbers"),
+        ({"split_groups": True}, "needs the features of a group on one device"),
     ],
     ids=lambda x: x[-20:] if isinstance(x, str) else "",
 )
@@ -124,15 +126,34 @@ def test_blocks_share_the_rows_whole():
             assert blocks == 1 or min(b - a for a, b in itertools.pairwise(borders)) >= 2
 
 
-def test_taken_only_by_name_and_only_on_hopper():
+# Of the 2.7B Mamba-2, as it was timed on an H200.
+TIMED = Problem((8, 4096), 5120, np.dtype(jnp.bfloat16), 5120, 1e-5, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": np.dtype(np.float16)}, "has not been timed in float16"),
+        ({"group_size": 640}, "has not been timed with several groups"),
+        ({"features": 8192, "group_size": 8192}, "rows of 1280 to 5120 features, got 8192"),
+        ({"features": 1024, "group_size": 1024}, "rows of 1280 to 5120 features, got 1024"),
+        ({"rows": (3000,)}, "has not been timed below 16777216 numbers, got 15360000"),
+    ],
+    ids=lambda x: x[:20] if isinstance(x, str) else "",
+)
+def test_taken_by_itself_where_it_was_timed(options, reason):
+    for pass_ in PASSES:
+        assert choose(BACKENDS, TIMED, H200, pass_).backend.name == "hopper"
+        choice = choose(BACKENDS, dataclasses.replace(TIMED, **options), H200, pass_)
+        assert choice.backend.name == "xla"
+        assert reason in dict(choice.refusals)["hopper"]
+
+
+def test_only_on_hopper():
     y, w = np.zeros((4, 256), np.float32), np.zeros(256, np.float32)
-    problem = Problem((4,), 256, np.dtype(np.float32), 256, 1e-5, False)
-    assert "compute capability 9.0" in hopper_call.supports(problem, Arch("cuda", "B200", (10, 0)), "forward")
+    assert "compute capability 9.0" in hopper_call.supports(TIMED, Arch("cuda", "B200", (10, 0)), "forward")
     with pytest.raises(ValueError, match=r'needs an NVIDIA GPU .* implementation="xla"'):
         fast_layers.gated_rms_norm(y, y, w, implementation="hopper")
-    (plan,) = fast_layers.explain(fast_layers.gated_rms_norm, y, y, w).plans
-    assert plan.sole_backend("forward").name == "xla"
-    assert ("hopper", 'taken only by name: implementation="hopper"') in plan.forward[0].refusals
 
 
 def test_tiles_refuse_themselves():

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from fast_layers import dispatch
-from fast_layers.kernel_parts.manual_axes import vary_alike
 from fast_layers.ops.conv1d import reference, sharding
 from fast_layers.ops.conv1d.activations import ACTIVATIONS
 from fast_layers.ops.conv1d.backends import BACKENDS
@@ -82,28 +81,10 @@ def causal_conv1d(
     width = _check_kernel(inputs.w, inputs.b, channels)
     if inputs.initial_state is not None:
         _check_state("initial_state", inputs.initial_state, batch, channels, width)
-    problem = Problem(
-        batch=batch,
-        length=length,
-        channels=channels,
-        width=width,
-        dtype=inputs.x.dtype,
-        activation=_check_activation(activation),
-        bias=b is not None,
-        segments=segment_ids is not None,
-        initial_state=initial_state is not None,
-        final_state=return_final_state,
-    )
+    name = _check_activation(activation)
     aux = Aux() if segment_ids is None else Aux(reach_of(_check_segments(segment_ids, inputs.x), width - 1))
-    plan = dispatch.plan(OP, BACKENDS, problem, implementation)
-    inputs, aux = vary_alike(sharding.follow_x(inputs, aux))
-    with jax.numpy_rank_promotion("allow"):
-        both = [plan.sole_backend(pass_) for pass_ in dispatch.PASSES]
-        if all(backend is not None and backend.fwd is reference.forward for backend in both):
-            # Without a gradient rule of ours, JAX differentiates the formula itself, forward and reverse, to any order.
-            y, state = reference.forward(problem, inputs, aux)
-        else:
-            y, state = _convolve(plan, inputs, aux)
+    run = functools.partial(_choose_and_run, name, return_final_state, implementation)
+    y, state = sharding.per_shard(run, inputs, aux)
     return (y, state) if return_final_state else y
 
 
@@ -137,6 +118,31 @@ def causal_conv1d_step(
     _check_state("state", state, batch, channels, _check_kernel(w, b, channels))
     y, new_state = causal_conv1d(x[:, None], w, b, activation=activation, initial_state=state, return_final_state=True)
     return y[:, 0], new_state
+
+
+def _choose_and_run(
+    activation: str | None, final_state: bool, implementation: str | None, inputs: Inputs, aux: Aux
+) -> Outputs:
+    batch, length, channels = inputs.x.shape
+    problem = Problem(
+        batch=batch,
+        length=length,
+        channels=channels,
+        width=inputs.w.shape[0],
+        dtype=inputs.x.dtype,
+        activation=activation,
+        bias=inputs.b is not None,
+        segments=aux.reach is not None,
+        initial_state=inputs.initial_state is not None,
+        final_state=final_state,
+    )
+    plan = dispatch.plan(OP, BACKENDS, problem, implementation)
+    with jax.numpy_rank_promotion("allow"):
+        both = [plan.sole_backend(pass_) for pass_ in dispatch.PASSES]
+        if all(backend is not None and backend.fwd is reference.forward for backend in both):
+            # Without a gradient rule of ours, JAX differentiates the formula itself, forward and reverse, to any order.
+            return reference.forward(problem, inputs, aux)
+        return _convolve(plan, inputs, aux)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

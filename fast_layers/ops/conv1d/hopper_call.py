@@ -1,7 +1,4 @@
-"""The Hopper backend of the convolution: what it takes. Pallas is imported when a kernel is chosen.
-
-No GPU has run these kernels yet, so the backend is taken only by name.
-"""
+"""The Hopper backend of the convolution: what it takes. Pallas is imported when a kernel is chosen."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import math
 import jax.numpy as jnp
 
 from fast_layers.arch import Arch
+from fast_layers.dispatch import Pass
 from fast_layers.kernel_parts import automatic_axes
 from fast_layers.ops.conv1d.config import THREADS, WIDTHS
 from fast_layers.ops.conv1d.problem import Aux, Inputs, Outputs, Problem
@@ -26,9 +24,7 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     if arch.capability != (9, 0):
         return f"needs compute capability 9.0 (H100, H200), got {arch.capability[0]}.{arch.capability[1]}"
     if automatic_axes.may_be_partitioned():
-        return automatic_axes.WAY_OUT
-    if automatic_axes.explicit_in_sight():
-        return "has no rule for explicit mesh axes: call inside jax.shard_map"
+        return f"{automatic_axes.WAY_OUT}, or shard batch and channels over explicit mesh axes"
     if p.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"takes bfloat16, float16 and float32, got {p.dtype}; cast x"
     sizes = (p.batch, p.length, p.channels)
@@ -41,6 +37,27 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
         return f"takes channels in multiples of {THREADS}, one for each thread, got {p.channels}"
     if math.prod(sizes) > MOST_NUMBERS:
         return f"takes up to {MOST_NUMBERS} numbers, got x {list(sizes)}; split the batch"
+    return None
+
+
+# An H200 was timed from 2^27 numbers on (bench/NOTES.md). Down to these its multiprocessors have as many blocks as they
+# hold, or half of them in the backward, where XLA is four times as slow.
+_FEWEST_NUMBERS = {"forward": 2**25, "backward": 2**24}
+_CHANNELS_AS_TIMED = 2 * THREADS
+
+
+def by_name_only(problem: Problem, arch: Arch, pass_: Pass) -> str | None:
+    """Why XLA is the first choice where both take the call."""
+    p = problem
+    del arch
+    if p.dtype != jnp.bfloat16:
+        return f"has not been timed in {p.dtype}"
+    if p.channels % _CHANNELS_AS_TIMED:
+        return f"has been timed with channels in multiples of {_CHANNELS_AS_TIMED}, got {p.channels}"
+    if p.segments and pass_ == "forward":
+        return "has not been timed with documents"
+    if (numbers := p.batch * p.length * p.channels) < (fewest := _FEWEST_NUMBERS[pass_]):
+        return f"fills a GPU from {fewest} numbers on, got {numbers}"
     return None
 
 

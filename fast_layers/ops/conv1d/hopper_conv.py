@@ -202,10 +202,11 @@ def _launch_forward(tiles: HopperTiles, p: Problem, operands: Operands) -> Float
         block = _block_of(tiles, p, inputs, load)
 
         def rows(count, start, history):
+            reaches = [_reach(inputs, block, start + j) for j in range(count)]
             loaded = [load(inputs.x.at[block.example, start + j, block.columns]) for j in range(count)]
-            for j, x in enumerate(loaded):
+            for j, (x, reach) in enumerate(zip(loaded, reaches, strict=True)):
                 window = (*history, x)
-                y = _sum(block, _seen(p, _reach(inputs, block, start + j), window))
+                y = _sum(block, _seen(p, reach, window))
                 if p.activation is not None:
                     y *= _sigmoid(y)
                 y_ref.at[block.example, start + j, block.columns][...] = y.astype(p.dtype)

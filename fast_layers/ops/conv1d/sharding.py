@@ -1,14 +1,19 @@
-"""The convolution on explicitly sharded arrays (`AxisType.Explicit`): batch and channels are independent, so all
-operands that are joined with x, or select from it, are laid out as x is.
+"""The convolution on sharded arrays: batch and channels are independent, so each device computes its own part.
+
+Under automatic sharding XLA partitions the `xla` backend by itself. Under explicit sharding (`AxisType.Explicit`) the
+arrays' types say how they are laid out, and the call runs per shard in `jax.shard_map`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from fast_layers.kernel_parts.manual_axes import explicit_axes, lay_out, mesh_of
-from fast_layers.ops.conv1d.problem import Aux, Inputs
+from fast_layers.kernel_parts.manual_axes import explicit_axes, explicit_names, lay_out, mesh_of, vary_alike
+from fast_layers.ops.conv1d.problem import Aux, Inputs, Outputs
 
 
 def refuse_split_length(name: str, x: Array) -> None:
@@ -20,14 +25,29 @@ def refuse_split_length(name: str, x: Array) -> None:
         )
 
 
-def follow_x(inputs: Inputs, aux: Aux) -> tuple[Inputs, Aux]:
+def per_shard(convolve: Callable[[Inputs, Aux], Outputs], inputs: Inputs, aux: Aux) -> Outputs:
+    """`convolve(inputs, aux)`, on each device's shard if x is explicitly sharded; the other operands follow x."""
     mesh = mesh_of((inputs, aux))
     if mesh is None:
-        return inputs, aux
+        return convolve(*vary_alike((inputs, aux)))
     batch, _, channels = (axes or None for axes in explicit_axes(inputs.x))
-    if inputs.initial_state is not None:
-        inputs = inputs._replace(initial_state=lay_out(inputs.initial_state, P(batch, channels, None), mesh))
-    if aux.reach is not None:
-        # One row of ids is shared by all examples, so every shard has it whole.
-        aux = Aux(lay_out(aux.reach, P(batch if aux.reach.shape[0] != 1 else None, None), mesh))
-    return inputs, aux
+    # One row of ids is shared by all examples, so every shard has it whole.
+    shared_ids = aux.reach is not None and aux.reach.shape[0] == 1
+    specs = {
+        "x": P(batch, None, channels),
+        "w": P(None, channels),
+        "b": P(channels),
+        "initial_state": P(batch, channels, None),
+        "reach": P(None if shared_ids else batch, None),
+    }
+    operands = (inputs, aux)
+    in_specs = jax.tree_util.tree_map_with_path(lambda path, _: specs[path[-1].name], operands)
+    out_specs = Outputs(specs["x"], specs["initial_state"])  # pyright: ignore[reportArgumentType]
+    split = jax.shard_map(
+        lambda inputs, aux: convolve(*vary_alike((inputs, aux))),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=explicit_names(mesh),
+    )
+    return split(*lay_out(operands, in_specs, mesh))

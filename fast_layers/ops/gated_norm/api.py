@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from fast_layers import dispatch
-from fast_layers.kernel_parts.manual_axes import vary_alike
-from fast_layers.ops.gated_norm import reference
+from fast_layers.ops.gated_norm import reference, sharding
 from fast_layers.ops.gated_norm.backends import BACKENDS
 from fast_layers.ops.gated_norm.problem import Inputs, Problem
 from fast_layers.ops.static_options import flag
@@ -55,8 +54,11 @@ def gated_rms_norm(
     """
     inputs = Inputs(_floating("y", y), _floating("z", z), _floating("weight", weight))
     problem = _problem(inputs, group_size, eps, norm_before_gate)
+    return sharding.per_shard(functools.partial(_choose_and_run, implementation), problem, inputs)
+
+
+def _choose_and_run(implementation: str | None, problem: Problem, inputs: Inputs) -> Float[Array, "*rows F"]:
     plan = dispatch.plan(OP, BACKENDS, problem, implementation)
-    inputs = vary_alike(inputs)
     with jax.numpy_rank_promotion("allow"):
         both = [plan.sole_backend(pass_) for pass_ in dispatch.PASSES]
         if all(backend is not None and backend.fwd is reference.forward for backend in both):

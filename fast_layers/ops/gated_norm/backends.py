@@ -6,7 +6,13 @@ from fast_layers.dispatch import Backend
 from fast_layers.ops.gated_norm import hopper_call, reference, xla
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("hopper", hopper_call.supports, hopper_call.forward, hopper_call.backward, automatic=False),
+    Backend(
+        "hopper",
+        hopper_call.supports,
+        hopper_call.forward,
+        hopper_call.backward,
+        by_name_only=hopper_call.by_name_only,
+    ),
     Backend("xla", xla.supports, xla.forward, xla.backward),
     Backend("reference", reference.supports, reference.forward, reference.backward, automatic=False),
 )

@@ -22,6 +22,8 @@ class Problem:
     group_size: int
     eps: float
     norm_before_gate: bool
+    split_groups: bool = False
+    """A group's features are on several devices."""
 
     @property
     def accumulator_dtype(self) -> jnp.dtype:
@@ -34,6 +36,7 @@ class Problem:
             str(self.dtype),
             *([f"groups of {self.group_size}"] if self.group_size != self.features else []),
             "norm before gate" if self.norm_before_gate else "gate before norm",
+            *(["groups split over devices"] if self.split_groups else []),
         ]
         return ", ".join(facts)
 

@@ -1,0 +1,42 @@
+"""The gated norm on sharded arrays: rows are independent, and so are groups, so each device computes its own part.
+
+Under automatic sharding XLA partitions the `xla` backend by itself. Under explicit sharding (`AxisType.Explicit`) the
+arrays' types say how they are laid out, and the call runs per shard in `jax.shard_map`; but where features of one group
+are on several devices, the whole is left to XLA, which adds up over devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from fast_layers.kernel_parts.manual_axes import explicit_axes, explicit_names, lay_out, mesh_of, vary_alike
+from fast_layers.ops.gated_norm.problem import Inputs, Problem
+
+
+def per_shard(normalise: Callable[[Problem, Inputs], Array], problem: Problem, inputs: Inputs) -> Array:
+    """`normalise(problem, inputs)`, on each device's shard if y is explicitly sharded; the other operands follow y."""
+    mesh = mesh_of(inputs)
+    if mesh is None:
+        return normalise(problem, vary_alike(inputs))
+    *rows, features = (axes or None for axes in explicit_axes(inputs.y))
+    by_row: Any = P(*rows, features)
+    weight: Any = P(features)
+    specs = Inputs(by_row, by_row, weight)
+    inputs = lay_out(inputs, specs, mesh)
+    own = problem.features // math.prod(mesh.shape[name] for name in features or ())
+    if own % problem.group_size:
+        return normalise(dataclasses.replace(problem, split_groups=True), inputs)
+
+    def on_shard(inputs: Inputs) -> Array:
+        *rows, features = inputs.y.shape
+        return normalise(dataclasses.replace(problem, rows=tuple(rows), features=features), vary_alike(inputs))
+
+    split = jax.shard_map(on_shard, mesh=mesh, in_specs=(specs,), out_specs=specs.y, axis_names=explicit_names(mesh))
+    return split(inputs)
