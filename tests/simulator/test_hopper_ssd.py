@@ -13,8 +13,9 @@ from ops.ssd.cases import Case, build
 
 import fast_layers
 from fast_layers.arch import Arch
-from fast_layers.dispatch import PASSES
+from fast_layers.dispatch import PASSES, choose
 from fast_layers.ops.ssd import hopper_call, hopper_fwd
+from fast_layers.ops.ssd.backends import BACKENDS
 from fast_layers.ops.ssd.config import HopperForwardTiles
 from fast_layers.testing import simulate
 from simulator.attention import StandIn
@@ -171,13 +172,17 @@ def test_refusals(case, dtype, reason):
         assert reason in hopper_call.supports(plan.problem, H200, pass_)
 
 
-def test_taken_only_by_name_and_only_on_hopper():
+def test_taken_by_itself_where_it_fills_a_gpu_and_only_on_hopper():
     built = build(_case(), jnp.bfloat16)
     problem, _, _ = problem_of(built)
     assert hopper_call.supports(problem, H200, "forward") is None
     assert "compute capability 9.0" in hopper_call.supports(problem, Arch("cuda", "B200", (10, 0)), "forward")
     with pytest.raises(ValueError, match=r'needs an NVIDIA GPU .* implementation="xla"'):
         fast_layers.ssd(*built.operands[:5], implementation="hopper")
-    (plan,) = fast_layers.explain(lambda *o: fast_layers.ssd(*o), *built.operands[:5]).plans
-    assert plan.sole_backend("forward").name == "xla"
-    assert ("hopper", 'taken only by name: implementation="hopper"') in plan.forward[0].refusals
+    for pass_ in PASSES:
+        large = dataclasses.replace(problem, batch=2**22 // (problem.length * problem.heads * problem.head_dim))
+        choice = choose(BACKENDS, large, H200, pass_)
+        assert choice.backend.name == "xla"
+        assert "fills a GPU from 4194304 numbers in x on" in dict(choice.refusals)["hopper"]
+        large = dataclasses.replace(large, batch=large.batch + 1)
+        assert choose(BACKENDS, large, H200, pass_).backend.name == "hopper"

@@ -6,7 +6,13 @@ from fast_layers.dispatch import Backend
 from fast_layers.ops.ssd import blackwell_call, hopper_call, reference, xla
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("hopper", hopper_call.supports, hopper_call.forward, hopper_call.backward, automatic=False),
+    Backend(
+        "hopper",
+        hopper_call.supports,
+        hopper_call.forward,
+        hopper_call.backward,
+        by_name_only=hopper_call.by_name_only,
+    ),
     Backend("blackwell", blackwell_call.supports, blackwell_call.forward, blackwell_call.backward, automatic=False),
     Backend("xla", xla.supports, xla.forward, xla.backward),
     Backend("reference", reference.supports, reference.forward, reference.backward, automatic=False),

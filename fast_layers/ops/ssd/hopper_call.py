@@ -1,14 +1,11 @@
 """What the Hopper kernel takes, and what it is given: the operands with all that concerns decay computed by XLA.
 
-Some case of its parity suite failed on an H200 (`docs/ssd.md`), so the backend is taken only by name.
-
 Axis letters as in `problem`; U panels of 64 channels of the heads, in order; C chunks of Q = 64 tokens. N here is at
 least 64, of which a smaller state leaves the rest 0.
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,14 +13,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fast_layers.arch import Arch
+from fast_layers.dispatch import Pass
 from fast_layers.kernel_parts import automatic_axes
 from fast_layers.ops.ssd.config import HEAD_DIMS, ROWS, STATE_DIMS, padded_state, panels
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, Scanned, step_sizes
 
-NOT_PASSED = (
-    'ssd: the backward of implementation="hopper" has not passed its parity suite on a GPU, for a reason that is not '
-    'known yet; do not train with it: leave implementation=None, or take "xla"'
-)
 LOG2_E = 1.4426950408889634
 TMA_ROWS = 8
 _FORGETS_ALL_LOG2 = -160.0
@@ -56,6 +50,19 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     return None
 
 
+_FEWEST_NUMBERS = 2**22
+"""Of x, that a call must have to be taken unasked: a GPU is then as good as full."""
+
+
+def by_name_only(problem: Problem, arch: Arch, pass_: Pass) -> str | None:
+    """Why XLA is the first choice where both take the call."""
+    p = problem
+    del arch, pass_
+    if (numbers := p.batch * p.length * p.heads * p.head_dim) < _FEWEST_NUMBERS:
+        return f"fills a GPU from {_FEWEST_NUMBERS} numbers in x on, got {numbers}"
+    return None
+
+
 def forward(problem: Problem, inputs: Inputs, aux: Aux) -> Scanned:
     """Pallas is imported here, when a kernel is chosen."""
     from fast_layers.ops.ssd import hopper_fwd
@@ -66,7 +73,6 @@ def forward(problem: Problem, inputs: Inputs, aux: Aux) -> Scanned:
 def backward(problem: Problem, residuals: Residuals, d_out: Array, d_final_state: Array) -> Inputs:
     from fast_layers.ops.ssd import hopper_bwd
 
-    warnings.warn(NOT_PASSED, stacklevel=2)
     return hopper_bwd.scan_grad(problem, residuals, d_out, d_final_state)
 
 

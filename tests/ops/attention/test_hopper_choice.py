@@ -20,7 +20,7 @@ import fast_layers
 from fast_layers.arch import Arch
 from fast_layers.dispatch import PASSES, choose
 from fast_layers.kernel_parts import automatic_axes
-from fast_layers.ops.attention import api, hopper_call, kernel_call, masks
+from fast_layers.ops.attention import api, cudnn, hopper_call, kernel_call, masks
 from fast_layers.ops.attention.problem import Problem
 
 H100, H200 = Arch("cuda", "NVIDIA H100 80GB HBM3", (9, 0)), Arch("cuda", "NVIDIA H200", (9, 0))
@@ -78,15 +78,15 @@ REFUSED = {
 }
 BIAS, MASK = np.zeros((130, 130), jnp.bfloat16), np.ones((130, 130), bool)
 DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
-BY_NAME_ONLY = {
-    "bias": ({"bias": BIAS}, "has not been timed with bias"),
-    "boolean mask": ({"mask": MASK}, "has not been timed with dense mask"),
-    "dropout": (DROPOUT, "has not been timed with dropout"),
-    "all three": ({"bias": BIAS, "mask": MASK, **DROPOUT}, "has not been timed with bias and dense mask and"),
+PER_SCORE = {
+    "bias": {"bias": BIAS},
+    "boolean mask": {"mask": MASK},
+    "dropout": DROPOUT,
+    "all three": {"bias": BIAS, "mask": MASK, **DROPOUT},
 }
 
 
-@pytest.mark.parametrize("options", TAKEN.values(), ids=TAKEN)
+@pytest.mark.parametrize("options", [*TAKEN.values(), *PER_SCORE.values()], ids=[*TAKEN, *PER_SCORE])
 @pytest.mark.parametrize("arch", [H100, H200], ids=lambda arch: arch.name)
 def test_takes_both_passes_before_any_other_backend(options, arch):
     problem = _problem(**options)
@@ -120,17 +120,16 @@ def test_refuses_with_the_reason(options, words):
         assert words in dict(choice.refusals)["hopper"]
 
 
-@pytest.mark.parametrize(("options", "words"), BY_NAME_ONLY.values(), ids=BY_NAME_ONLY)
-def test_takes_what_no_gpu_has_run_only_by_name(options, words):
-    problem = _problem(**options)
-    for pass_ in PASSES:
-        assert hopper_call.supports(problem, H200, pass_) is None
-        assert choose(api.BACKENDS, problem, H200, pass_, wanted="hopper").backend.name == "hopper"
-        choice = choose(api.BACKENDS, problem, H200, pass_)
-        assert choice.backend.name != "hopper"
-        reason = dict(choice.refusals)["hopper"]
-        assert reason.startswith(words)
-        assert reason.endswith('take it by name: implementation="hopper"')
+def test_leaves_the_gradient_of_a_bias_to_cudnn_where_that_takes_it(monkeypatch):
+    monkeypatch.setattr(cudnn, "_installation_objection", lambda arch: None)
+    bias = np.zeros((1, 4, 256, 256), jnp.bfloat16)
+    problem = _problem(q=(2, 256, 4, 64), kv=(2, 256, 4, 64), bias=bias)
+    assert choose(api.BACKENDS, problem, H200, "forward").backend.name == "hopper"
+    choice = choose(api.BACKENDS, problem, H200, "backward")
+    assert choice.backend.name == "cudnn"
+    reason = 'cuDNN\'s backward with a bias is faster; take it by name: implementation="hopper"'
+    assert dict(choice.refusals)["hopper"] == reason
+    assert choose(api.BACKENDS, problem, H200, "backward", wanted="hopper").backend.name == "hopper"
 
 
 @pytest.mark.parametrize(
