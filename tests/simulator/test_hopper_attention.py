@@ -136,12 +136,16 @@ RAGGED = {
     "grouped heads": _square(200, heads=4, kv_heads=2, is_causal=True),
     "window": _square(400, heads=1, kv_heads=1, window=(150, 70)),
     "fewer keys": Case(batch=1, q_len=300, kv_len=129, heads=1, kv_heads=1, is_causal=True, q_offset="bottom_right"),
+    "documents": _square(300, heads=1, kv_heads=1, documents=(170, 130)),
+    "lengths": _square(
+        300, batch=3, heads=1, kv_heads=1, key_lengths=(300, 77, 0), query_lengths=(211, 300, 300), is_causal=True
+    ),
 }
 
 
 @pytest.mark.parametrize("name", some_each_run(RAGGED, {"grouped heads"}))
-def test_tiles_that_a_band_cuts_in_a_loop_of_their_own(name):
-    with patched(backward_tiles(HopperBackwardTiles(64, ragged_apart=True))):
+def test_tiles_that_a_mask_cuts_in_a_loop_of_their_own(name):
+    with patched(backward_tiles(HopperBackwardTiles(64, ragged_apart=True, blocks=1))):
         judged = judge(RAGGED[name])
     assert not judged.faulty, judged.report()
     assert judged.table.ok, judged.report()
@@ -247,6 +251,7 @@ class TestVmap:
 FORWARD_CASE = Case(batch=1, q_len=384, kv_len=384, heads=2, kv_heads=2)
 FORWARD_TILES = forward_tiles(HopperForwardTiles(2, 64, blocks=1))
 MASKED = dataclasses.replace(FORWARD_CASE, heads=1, kv_heads=1, documents=(100, 200, 84))
+POISONED = dataclasses.replace(MASKED, documents=(100, 200), poisoned_padding=True)
 TWO_DEPTHS = dataclasses.replace(FORWARD_CASE, q_len=256, v_dim=128)
 
 FORWARD_FAULTS = {
@@ -264,15 +269,20 @@ FORWARD_FAULTS = {
     "store's read not awaited": (FORWARD_CASE, StandIn("read wait_smem_to_gmem"), "read of SMEM"),
     "store's read not awaited, own slot": (TWO_DEPTHS, StandIn("read wait_smem_to_gmem"), "read of SMEM"),
     "store not awaited": (FORWARD_CASE, StandIn("wait_smem_to_gmem", "read wait_smem_to_gmem"), ""),
-    "mended before it arrives": (MASKED, StandIn("barrier_wait kv_arrived"), "read of SMEM"),
-    "mending not committed": (MASKED, StandIn("commit_smem #1"), ""),
+    "mended before it arrives": (POISONED, StandIn("barrier_wait kv_arrived"), "read of SMEM"),
+    "mending not committed": (POISONED, StandIn("commit_smem #1"), ""),
+    "verdict not awaited": (MASKED, StandIn("barrier_wait judged"), "read of SMEM"),
+    "first pass not stored": (POISONED, StandIn("wait_smem_to_gmem"), "GMEM"),
 }
 BACKWARD_CASE = Case(batch=1, q_len=768, kv_len=256, heads=1, kv_heads=1)
-MASKED_BACKWARD = dataclasses.replace(BACKWARD_CASE, q_len=256, key_lengths=(200,))
+MASKED_BACKWARD = dataclasses.replace(
+    BACKWARD_CASE, q_len=256, key_lengths=(200,), query_lengths=(220,), poisoned_padding=True
+)
 COLUMNS = dataclasses.replace(BACKWARD_CASE, q_len=384, kv_len=128, qk_dim=128, v_dim=128)
 
 BACKWARD_FAULTS = {
-    "keys and values not awaited": (BACKWARD_CASE, StandIn("barrier_wait kv_ready"), "read of SMEM"),
+    "keys not awaited": (BACKWARD_CASE, StandIn("barrier_wait k_ready"), "read of SMEM"),
+    "values not awaited": (BACKWARD_CASE, StandIn("barrier_wait v_ready"), "read of SMEM"),
     "queries not awaited": (BACKWARD_CASE, StandIn("barrier_wait q_ready"), "read of SMEM"),
     "d_out not awaited": (BACKWARD_CASE, StandIn("barrier_wait d_out_ready"), "read of SMEM"),
     "queries overwritten": (BACKWARD_CASE, StandIn("barrier_wait q_consumed"), "write of SMEM"),
@@ -284,13 +294,15 @@ BACKWARD_FAULTS = {
         "read of SMEM",
     ),
     "dS not exchanged, columns": (COLUMNS, StandIn("barrier_wait scores_ready", "barrier_arrive scores_ready"), "SMEM"),
-    # In the text: [finite keys,] no scores before the first step, dS, dQ, the last dQ, dK and dV.
-    "dS not committed": (BACKWARD_CASE, StandIn("commit_smem #2"), "write of SMEM"),
-    "dQ not committed": (BACKWARD_CASE, StandIn("commit_smem #3"), "write of SMEM"),
-    "last dQ not committed": (BACKWARD_CASE, StandIn("commit_smem #4"), "write of SMEM"),
-    "dK and dV not committed": (BACKWARD_CASE, StandIn("commit_smem #5"), "write of SMEM"),
+    # In the text: [finite keys, finite queries,] dS, dQ, the last dQ, dK and dV.
+    "dS not committed": (BACKWARD_CASE, StandIn("commit_smem #1"), "write of SMEM"),
+    "dQ not committed": (BACKWARD_CASE, StandIn("commit_smem #2"), "write of SMEM"),
+    "last dQ not committed": (BACKWARD_CASE, StandIn("commit_smem #3"), "write of SMEM"),
+    "dK and dV not committed": (BACKWARD_CASE, StandIn("commit_smem #4"), "write of SMEM"),
     # The second commits the first's stores too.
     "finite keys not committed": (MASKED_BACKWARD, StandIn("commit_smem #1", "commit_smem #2"), "write of SMEM"),
+    "finite queries not committed": (MASKED_BACKWARD, StandIn("commit_smem #2"), "write of SMEM"),
+    "finite queries not awaited": (MASKED_BACKWARD, StandIn("barrier_wait queries_mended"), "SMEM"),
     "dQ's slot overwritten": (BACKWARD_CASE, StandIn("read wait_smem_to_gmem"), "write of SMEM"),
     "scores read in flight": (BACKWARD_CASE, StandIn("wgmma_accumulator_load #1"), "accumulator"),
     "d_weights read in flight": (BACKWARD_CASE, StandIn("wgmma_accumulator_load #2"), "accumulator"),
@@ -321,9 +333,19 @@ BACKWARD_EACH_RUN = {
 }
 
 
+# A persistent block of the backward: what one piece leaves behind for the next.
+PIECES = Case(batch=1, q_len=256, kv_len=512, heads=1, kv_heads=1)
+PIECES_TILES = backward_tiles(HopperBackwardTiles(128, blocks=1))
+PIECES_FAULTS = {
+    "keys overwritten": (PIECES, StandIn("barrier_wait k_consumed"), "write of SMEM"),
+    "values overwritten": (PIECES, StandIn("barrier_wait v_consumed"), "write of SMEM"),
+    "dK's and dV's slots overwritten": (PIECES, StandIn("read wait_smem_to_gmem"), "write of SMEM"),
+}
+
+
 def _run(module, case, stand_in):
     pass_ = "forward" if module is hopper_fwd else "backward"
-    with changed(module, stand_in, FORWARD_TILES):
+    with changed(module, stand_in, FORWARD_TILES, *((PIECES_TILES,) if case is PIECES else ())):
         return judge(case, supports=only(pass_), timeout=20.0)
 
 
@@ -333,10 +355,12 @@ def _run(module, case, stand_in):
         pytest.param(hopper_fwd, FORWARD_CASE, id="forward"),
         # As in test_blocks_that_take_several_tiles.
         pytest.param(hopper_fwd, MASKED, id="masked", marks=pytest.mark.exhaustive),
+        pytest.param(hopper_fwd, POISONED, id="poisoned", marks=pytest.mark.exhaustive),
         pytest.param(hopper_fwd, TWO_DEPTHS, id="two depths", marks=pytest.mark.exhaustive),
         pytest.param(hopper_bwd, BACKWARD_CASE, id="backward"),
         pytest.param(hopper_bwd, MASKED_BACKWARD, id="backward masked"),
-        pytest.param(hopper_bwd, COLUMNS, id="columns"),
+        pytest.param(hopper_bwd, COLUMNS, id="columns", marks=pytest.mark.exhaustive),
+        pytest.param(hopper_bwd, PIECES, id="several pieces", marks=pytest.mark.exhaustive),
     ],
 )
 def test_without_a_fault_nothing_is_found(module, case):
@@ -361,6 +385,11 @@ def _found(module, fault, faults):
 @pytest.mark.parametrize("fault", some_each_run(FORWARD_FAULTS, FORWARD_EACH_RUN))
 def test_planted_fault_of_the_forward_is_found(fault):
     _found(hopper_fwd, fault, FORWARD_FAULTS)
+
+
+@pytest.mark.parametrize("fault", some_each_run(PIECES_FAULTS, {"values overwritten"}))
+def test_planted_fault_between_pieces_of_the_backward_is_found(fault):
+    _found(hopper_bwd, fault, PIECES_FAULTS)
 
 
 @pytest.mark.parametrize("fault", some_each_run(BACKWARD_FAULTS, BACKWARD_EACH_RUN))

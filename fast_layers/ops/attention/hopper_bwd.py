@@ -2,15 +2,19 @@
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth.
 
-A block owns 128 keys of one key/value head, 64 for each of its two compute warpgroups, and goes through the query tiles
+A piece of work is 128 keys of one key/value head, 64 for each of a block's two compute warpgroups, and the query tiles
 that see them, for every query head of the group. Scores stand keys first, so that dK and dV stay in registers:
 
     load warpgroup                              each compute warpgroup, on its own 64 keys
     --------------                              ------------------------------------------
-    K, V once           -> kv_ready             scores = K Q^T, d_weights = V dO^T    needs q_ready, d_out_ready
+    K, V of a piece     -> k_ready, v_ready     scores = K Q^T, d_weights = V dO^T    needs q_ready, d_out_ready
     Q, lse      -> q_ready     waits q_consumed     dV += P dO                        P = 2^(scores - lse)
     dO, delta, units -> d_out_ready, likewise       dS = P * (d_weights - delta)      -> shared memory, scores_ready
                                                 dQ += dS^T K, its half; dK += dS Q    frees scores_consumed
+
+A persistent block takes piece after piece, as dealt out beforehand. While it ends one, the next piece's K comes into a
+second slot (k_consumed: the one before has left as dK), its V once the last d_weights are there (v_consumed), and its
+Q and dO into the ring as ever. dV leaves through the memory of dS, dK through that of K.
 
 Both warpgroups need all 128 keys' dS for dQ, so they exchange it through shared memory. Blocks add their dQ to one
 array by TMA, in whatever order they come. So that array holds integers: sums of integers do not depend on the order,
@@ -21,11 +25,13 @@ Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -35,9 +41,14 @@ from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
-from fast_layers.kernel_parts.tile_order import TileOrder
+from fast_layers.kernel_parts.tile_order import TileOrder, share_out
 from fast_layers.ops.attention import tuned
-from fast_layers.ops.attention.config import MAX_SHALLOW_DEPTH, HopperBackwardTiles, HopperDeepBackwardTiles
+from fast_layers.ops.attention.config import (
+    HOPPER_SMS,
+    MAX_SHALLOW_DEPTH,
+    HopperBackwardTiles,
+    HopperDeepBackwardTiles,
+)
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
 from fast_layers.ops.attention.masks import MaskForm
@@ -50,8 +61,12 @@ BY_QUERY = WGMMA.reduce(0)
 BY_ROW = WGMMA.reduce(1)
 WARPGROUPS = 2
 KV_TILE = WARPGROUPS * ROWS
+LSE, DELTA, UNITS = range(3)
+"""What a row of queries has, in one array: each array starts at a multiple of 1 KiB."""
 _BITS = 30
 _LARGEST_EXPONENT = 120.0
+_PIECES_TOGETHER = 2 * HOPPER_SMS
+"""Of a group of heads, at least: two for each SM, since few long ones leave most SMs idle at the end."""
 _ROUNDING = 1.25
 """By how much the bound on dQ grows: weights and dS are rounded to 16 bits, and exp2 is approximate."""
 
@@ -68,8 +83,13 @@ class Operands(NamedTuple):
     units: Float[Array, "B N T"]
     """How many of dQ's integers make 1."""
     mask: RowMask | None
-    q_span: Int[Array, "B|1 J 2"] | None
+    q_span: Int[Array, "B|1 J 4"] | None
+    """Per tile of keys: the query tiles that see some of it, then those of which all rows see all; both half-open."""
     logits: LogitOperands
+    broken_keys: Int[Array, "B K"] | None = None
+    """Whether a key or value is NaN or inf; None where nothing is hidden, and it may meet all weights."""
+    broken_queries: Int[Array, "B N I"] | None = None
+    """Whether a query or output gradient of a tile may be; None where it may meet all weights, or was mended before."""
 
 
 def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array, tiles: Any = None) -> Inputs:
@@ -86,7 +106,10 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     qk_dim, v_dim = padded_depth(p.qk_dim, tiles.depth_multiple), padded_depth(p.v_dim)
     query = inputs.query
     sees_none = lse == -jnp.inf
-    if any(x is not None for x in (aux.mask.start, aux.mask.stop, aux.mask.dense)) or _band_misses_rows(p):
+    hides_queries = any(x is not None for x in (aux.mask.start, aux.mask.stop, aux.mask.dense)) or _band_misses_rows(p)
+    # A broken query shows in its lse, but through a soft cap.
+    in_kernel = launch is _launch and p.bias is None and p.softcap is None
+    if hides_queries and not in_kernel:
         # Padding or documents. A hidden weight is 0, but 0 times NaN is NaN: so rows are made finite, and those that
         # were not start from NaN below, which reaches the keys that they see and no others.
         broken = ~(jnp.isfinite(query).all(-1) & jnp.isfinite(d_out).all(-1)).swapaxes(1, 2)
@@ -94,13 +117,14 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         d_out = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, finite_or_zero(d_out))
         lse = jnp.where(broken & ~sees_none, jnp.nan, lse)
     delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
-    delta = delta - jnp.where(sees_none, 0.0, d_lse)
+    broken_rows = ~(jnp.isfinite(lse) & jnp.isfinite(delta))
+    delta = jnp.where(sees_none, 0.0, delta - d_lse)
     whole = round_up(p.q_len, tiles.q_tile)
     # A row that sees nothing, or that does not exist, starts from -inf: its weights are 2^-inf = 0.
-    start = jnp.where(jnp.isfinite(delta), -lse / (p.scale if folds_lse(p) else 1.0), jnp.nan)
+    start = jnp.where(jnp.isfinite(delta) & (lse < jnp.inf), -lse / (p.scale if folds_lse(p) else 1.0), jnp.nan)
     start = jnp.where(sees_none, -jnp.inf, start)
     mask = RowMask.of(p, aux.mask, tiles.q_tile, tiles.kv_tile)
-    units = _units(p, aux.mask, inputs.key, inputs.value, d_out, delta)
+    units, broken_keys = _units(p, aux.mask, inputs.key, inputs.value, d_out, delta)
     operands = Operands(
         pad_for_tma(query, tiles.q_tile, qk_dim),
         pad_for_tma(inputs.key, tiles.kv_tile, qk_dim),
@@ -112,6 +136,8 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         mask,
         None if mask is None else _query_span(p, mask, tiles.q_tile, tiles.kv_tile),
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile, keys_first=True),
+        broken_keys,
+        _some_of_tile(pad_axis(broken_rows, whole, 2), tiles.q_tile) if hides_queries and in_kernel else None,
     )
     d_query, d_key, d_value = over_batch(functools.partial(launch, tiles), SHARED)(p, operands)
     # Integers know no NaN; a row that starts from NaN has one in every weight.
@@ -145,8 +171,10 @@ def _band_misses_rows(p: Problem) -> bool:
     return before or (band.low is not None and p.q_len - 1 + band.low >= p.kv_len)
 
 
-def _units(p: Problem, form: MaskForm, key: Array, value: Array, d_out: Array, delta: Array) -> Float[Array, "B N T"]:
-    """A power of two for each row, by which |dQ| / scale and all its partial sums are less than 2^30.
+def _units(
+    p: Problem, form: MaskForm, key: Array, value: Array, d_out: Array, delta: Array
+) -> tuple[Float[Array, "B N T"], Int[Array, "B K"]]:
+    """A power of two for each row, by which |dQ| / scale and all its partial sums are less than 2^30; broken_keys.
 
     dQ / scale = sum_s P_s (dO . V_s - delta) K_s with weights that sum to at most 1; dO . V_s is 0 or more than itself
     where weights are dropped. What stands in padding, which no row sees, does not count.
@@ -162,13 +190,19 @@ def _units(p: Problem, form: MaskForm, key: Array, value: Array, d_out: Array, d
         x = x.astype(jnp.float32)
         return jnp.sqrt((x * x).sum(-1))
 
-    longest_value = largest(length(value)) / (1.0 - p.dropout_rate)
-    largest_key = largest(jnp.abs(key.astype(jnp.float32)).max(-1))
-    bound = (
-        length(finite_or_zero(d_out)).swapaxes(1, 2) * longest_value + jnp.abs(finite_or_zero(delta))
-    ) * largest_key
+    value_length, key_size = length(value), jnp.abs(key.astype(jnp.float32)).max(-1)
+    broken_keys = ~((value_length < jnp.inf).all(1) & (key_size < jnp.inf).all(1))
+    longest_value = largest(value_length) / (1.0 - p.dropout_rate)
+    bound = (length(finite_or_zero(d_out)).swapaxes(1, 2) * longest_value + jnp.abs(finite_or_zero(delta))) * largest(
+        key_size
+    )
     exponent = jnp.ceil(jnp.log2(jnp.maximum(bound * _ROUNDING, jnp.finfo(jnp.float32).tiny)))
-    return jnp.exp2(jnp.clip(_BITS - exponent, -_LARGEST_EXPONENT, _LARGEST_EXPONENT))
+    units = jnp.exp2(jnp.clip(_BITS - exponent, -_LARGEST_EXPONENT, _LARGEST_EXPONENT))
+    return units, broken_keys.astype(jnp.int32)
+
+
+def _some_of_tile(rows: Bool[Array, "B N T"], q_tile: int) -> Int[Array, "B N I"]:
+    return rows.reshape(*rows.shape[:2], -1, q_tile).any(-1).astype(jnp.int32)
 
 
 def _seen_keys(p: Problem, form: MaskForm) -> Bool[Array, "B|1 S"] | None:
@@ -190,10 +224,36 @@ def _seen_keys(p: Problem, form: MaskForm) -> Bool[Array, "B|1 S"] | None:
     return seen if form.key_segments is None else seen & (form.key_segments >= 0)
 
 
-def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Array, "B|1 J 2"]:
-    """The query tiles that each tile of keys visits."""
-    visits = KvRange.of(mask.start, mask.stop, q_tile).transpose(kv_tile, -(-p.kv_len // kv_tile))
-    return jnp.stack(visits, -1)
+def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Array, "B|1 J 4"]:
+    """As `Operands` has it. Of the query tiles that see all keys, those up to the first that does not."""
+    key_tiles = -(-p.kv_len // kv_tile)
+    first, last = KvRange.of(mask.start, mask.stop, q_tile).transpose(kv_tile, key_tiles)
+    k_start = jnp.arange(key_tiles, dtype=jnp.int32)[:, None] * kv_tile
+    full = (mask.tiles[:, None, :, 2] <= k_start) & (mask.tiles[:, None, :, 3] >= k_start + kv_tile)
+    place = jnp.arange(full.shape[2], dtype=jnp.int32)
+    full &= (place >= first[..., None]) & (place < last[..., None])
+    full_first = jnp.where(full, place, last[..., None]).min(-1)
+    full_last = jnp.where(full | (place < full_first[..., None]), last[..., None], place).min(-1)
+    return jnp.stack([first, last, full_first, jnp.maximum(full_last, full_first)], -1)
+
+
+def _order(p: Problem, kv_tiles: int, bytes_per_head: int) -> TileOrder:
+    """Longest pieces first among the heads of a group, of which the last must leave no SM waiting for long."""
+    heads = p.batch * p.kv_heads
+    order = TileOrder.of(heads, kv_tiles, 1, bytes_per_head)
+    enough = (d for d in range(order.group, heads + 1) if heads % d == 0 and d * kv_tiles >= _PIECES_TOGETHER)
+    return dataclasses.replace(order, group=next(enough, heads))
+
+
+def _most_steps(p: Problem, q_tile: int) -> np.ndarray:
+    """Of each tile of keys, by the band alone; without it every query may see every key."""
+    band, k_start = p.mask.band, np.arange(-(-p.kv_len // KV_TILE)) * KV_TILE
+    first, last = np.zeros_like(k_start), np.full_like(k_start, p.q_len)
+    if band is not None and band.high is not None:
+        first = np.clip(k_start - band.high, 0, p.q_len)
+    if band is not None and band.low is not None:
+        last = np.clip(k_start + KV_TILE - band.low, 0, p.q_len)
+    return p.group * np.maximum(-(-last // q_tile) - first // q_tile, 0)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
@@ -207,65 +267,109 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     by_rows = q_tile == WARPGROUPS * ROWS
     panels = 1 if by_rows else WARPGROUPS
     panel = qk_dim // panels
-    bytes_per_head = p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
-    order = TileOrder.of(p.batch * p.kv_heads, kv_tiles, 1, bytes_per_head)
-    tree = jax.tree.structure(operands)
+    order = _order(p, kv_tiles, p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim))
+    persistent = 0 < tiles.blocks < order.total
+    key_slots = tiles.key_slots if persistent else 1
+    schedule = jnp.asarray(share_out(order, 1 + _most_steps(p, q_tile), tiles.blocks)) if persistent else None
+    # dV leaves through dS' memory, in columns of 64, so that the next piece's values need not wait for that.
+    v_leaves_as_scores = v_dim % ROWS == 0
+    arrays, tree = jax.tree.flatten((operands, schedule))
 
     def attention_backward(*refs, **scratch):
-        inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        inputs, schedule_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         d_query_ref, d_key_ref, d_value_ref = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, q_tile, KV_TILE, inputs.mask, logits)
         s = _Scratch(**scratch)
-        head, kv_index = order.locate(block)
-        example, kv_head = lax.div(head, p.kv_heads), lax.rem(head, p.kv_heads)
-        first, last = mask.query_span(example, kv_index, inputs.q_span)
-        per_head = last - first
-        steps = per_head * p.group
 
-        def place(step):
-            """(query head, query tile) of a step."""
-            turn = lax.div(step, jnp.maximum(per_head, 1))
-            return kv_head * p.group + turn, first + step - turn * per_head
+        def each_piece(do):
+            """do(turn, piece, how many steps were done before): in turn; the `turn` is None for a block's only one."""
+            if not persistent:
+                do(None, _Piece.of(p, tiles, order, mask, inputs, block), 0)
+                return
+
+            def take(turn, done):
+                piece = _Piece.of(p, tiles, order, mask, inputs, schedule_ref[block, 1 + turn])
+                do(turn, piece, done)
+                return done + piece.steps
+
+            lax.fori_loop(0, schedule_ref[block, 0], take, jnp.int32(0))
 
         @pl.when(warpgroup == WARPGROUPS)
         def _load():
             plgpu.set_max_registers(24, action="decrease")
-            load(inputs, s, example, kv_head, kv_index, steps, place)
+            each_piece(functools.partial(load, inputs, s))
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(240, action="increase")
-            keys = pl.ds(kv_index * KV_TILE + warpgroup * ROWS, ROWS)
-            d_key, d_value = compute(
-                s, mask, logits, d_query_ref, example, kv_index, keys.start, warpgroup, steps, place
-            )
-            if p.dropout_rate:
-                d_value = d_value * logits.survived
-            d_key = (d_key * p.scale).astype(p.dtype)
-            own = pl.ds(warpgroup * ROWS, ROWS)
-            for i in range(panels):
-                s.k_slot[i, own] = d_key[:, i * panel : (i + 1) * panel]
-            s.v_slot[warpgroup] = d_value.astype(p.dtype)
-            plgpu.commit_smem()
-            for i in range(panels):
-                to = d_key_ref.at[example, keys, kv_head, pl.ds(i * panel, panel)]
-                plgpu.copy_smem_to_gmem(s.k_slot.at[i, own], to)
-            plgpu.copy_smem_to_gmem(s.v_slot.at[warpgroup], d_value_ref.at[example, keys, kv_head])
+
+            def gradients(turn, piece, done):
+                key_slot = 0 if turn is None else lax.rem(turn, key_slots)
+                if turn is not None:
+
+                    @pl.when(turn > 0)
+                    def _left():
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        plgpu.barrier_arrive(s.k_consumed.at[lax.rem(turn - 1, key_slots)])
+                        if not v_leaves_as_scores:
+                            plgpu.barrier_arrive(s.v_consumed)
+
+                keys = pl.ds(piece.kv_index * KV_TILE + warpgroup * ROWS, ROWS)
+                d_key, d_value = compute(
+                    inputs, s, mask, logits, d_query_ref, piece, keys.start, key_slot, done, warpgroup
+                )
+                if turn is not None and v_leaves_as_scores:
+                    plgpu.barrier_arrive(s.v_consumed)
+                if p.dropout_rate:
+                    d_value = d_value * logits.survived
+                d_key, d_value = (d_key * p.scale).astype(p.dtype), d_value.astype(p.dtype)
+                own = pl.ds(warpgroup * ROWS, ROWS)
+                stores = [
+                    (d_key, d_key_ref, panel, [s.k_slots.at[key_slot, i, own] for i in range(panels)]),
+                    (d_value, d_value_ref, v_dim, [s.v_slot.at[warpgroup]]),
+                ]
+                if v_leaves_as_scores:
+                    parts = q_tile // ROWS
+                    columns = [s.d_scores.at[i // parts, i % parts, own] for i in range(v_dim // ROWS)]
+                    stores[1] = (d_value, d_value_ref, ROWS, columns)
+                for x, _, width, slots in stores:
+                    for i, slot in enumerate(slots):
+                        slot[...] = x[:, i * width : (i + 1) * width]
+                plgpu.commit_smem()
+                for _, ref, width, slots in stores:
+                    for i, slot in enumerate(slots):
+                        to = ref.at[piece.example, keys, piece.kv_head, pl.ds(i * width, width)]
+                        plgpu.copy_smem_to_gmem(slot, to)
+
+            each_piece(gradients)
             plgpu.wait_smem_to_gmem(0)
 
-    def load(inputs: Any, s: _Scratch, example, kv_head, kv_index, steps, place):
-        k_start = kv_index * KV_TILE
+    def load(inputs: Any, s: _Scratch, turn, piece: _Piece, done):
+        example, kv_head, k_start = piece.example, piece.kv_head, piece.kv_index * KV_TILE
+        key_slot = 0 if turn is None else lax.rem(turn, key_slots)
+        if turn is not None:
+
+            @pl.when(turn >= key_slots)
+            def _wait_k():
+                plgpu.barrier_wait(s.k_consumed.at[key_slot])
+
         for i in range(panels):
             key = inputs.key.at[example, pl.ds(k_start, KV_TILE), kv_head, pl.ds(i * panel, panel)]
-            plgpu.copy_gmem_to_smem(key, s.k_slot.at[i], s.kv_ready)
+            plgpu.copy_gmem_to_smem(key, s.k_slots.at[key_slot, i], s.k_ready.at[key_slot])
+        if turn is not None:
+
+            @pl.when(turn > 0)
+            def _wait_v():
+                plgpu.barrier_wait(s.v_consumed)
+
         for i in range(WARPGROUPS):
             value = inputs.value.at[example, pl.ds(k_start + i * ROWS, ROWS), kv_head]
-            plgpu.copy_gmem_to_smem(value, s.v_slot.at[i], s.kv_ready)
+            plgpu.copy_gmem_to_smem(value, s.v_slot.at[i], s.v_ready)
 
         def load_queries(step, _):
-            head, q_index = place(step)
+            head, q_index = piece.place(step - done)
             slot, rows = lax.rem(step, ring), pl.ds(q_index * q_tile, q_tile)
 
             @pl.when(step >= ring)
@@ -273,7 +377,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 plgpu.barrier_wait(s.q_consumed.at[slot])
 
             plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[slot], s.q_ready.at[slot])
-            plgpu.copy_gmem_to_smem(inputs.lse.at[example, head, rows], s.lse_slots.at[slot], s.q_ready.at[slot])
+            plgpu.copy_gmem_to_smem(inputs.lse.at[example, head, rows], s.row_slots.at[LSE, slot], s.q_ready.at[slot])
 
             @pl.when(step >= ring)
             def _wait_d_out():
@@ -281,33 +385,53 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
 
             ready = s.d_out_ready.at[slot]
             plgpu.copy_gmem_to_smem(inputs.d_out.at[example, rows, head], s.d_out_slots.at[slot], ready)
-            plgpu.copy_gmem_to_smem(inputs.delta.at[example, head, rows], s.delta_slots.at[slot], ready)
-            plgpu.copy_gmem_to_smem(inputs.units.at[example, head, rows], s.units_slots.at[slot], ready)
+            plgpu.copy_gmem_to_smem(inputs.delta.at[example, head, rows], s.row_slots.at[DELTA, slot], ready)
+            plgpu.copy_gmem_to_smem(inputs.units.at[example, head, rows], s.row_slots.at[UNITS, slot], ready)
 
-        lax.fori_loop(0, steps, load_queries, None)
+        lax.fori_loop(done, done + piece.steps, load_queries, None)
 
     def compute(
+        inputs: Any,
         s: _Scratch,
         mask: TileMask,
         logits: TileLogits,
         d_query_ref,
-        example,
-        kv_index,
+        piece: _Piece,
         k_start,
+        key_slot,
+        done,
         warpgroup,
-        steps,
-        place,
     ):
         own = pl.ds(warpgroup * ROWS, ROWS)
-        ragged_apart = tiles.ragged_apart and mask.hides and mask.is_band
-        key = [s.k_slot.at[i, own] for i in range(panels)]
+        example = piece.example
+        key = [s.k_slots.at[key_slot, i, own] for i in range(panels)]
         value = s.v_slot.at[warpgroup]
-        plgpu.barrier_wait(s.kv_ready)
+        plgpu.barrier_wait(s.k_ready.at[key_slot])
+        plgpu.barrier_wait(s.v_ready)
         if mask.hides:
-            # A weight of 0 times NaN is NaN, so what is hidden must be finite. Who sees a broken key has an lse of NaN.
-            for tile in (*key, value):
-                make_finite(tile)
-            plgpu.commit_smem()
+
+            @pl.when(inputs.broken_keys[example, piece.kv_head] != 0)
+            def _mend_keys():
+                # A weight of 0 times NaN is NaN, so what is hidden must be finite. Who sees a broken key has an lse of
+                # NaN.
+                for tile in (*key, value):
+                    make_finite(tile)
+                plgpu.commit_smem()
+
+        def mend_queries(slot, head, q_index):
+            """One warpgroup mends the queries, the other the output gradients; both read both."""
+
+            @pl.when(inputs.broken_queries[example, head, q_index] != 0)
+            def _mend():
+                for mine, tile in enumerate((s.q_slots.at[slot], s.d_out_slots.at[slot])):
+
+                    @pl.when(warpgroup == mine)
+                    def _mine(tile=tile):
+                        make_finite(tile)
+
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(s.queries_mended)
+                plgpu.barrier_wait(s.queries_mended)
 
         def weights_and_gradients(score_acc, d_weight_acc, slot, head, q_index, hides):
             """(weights, those that are kept, their gradients)."""
@@ -317,8 +441,10 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             keep = logits.keep(shape=(ROWS, q_tile), **at).astype(p.dtype) if p.dropout_rate else None
             plgpu.barrier_wait(s.q_ready.at[slot])
             plgpu.barrier_wait(s.d_out_ready.at[slot])
-            lse = by_query(plgpu.load(s.lse_slots.at[slot], layout=BY_QUERY))
-            delta = by_query(plgpu.load(s.delta_slots.at[slot], layout=BY_QUERY))
+            if hides and inputs.broken_queries is not None:
+                mend_queries(slot, head, q_index)
+            lse = by_query(plgpu.load(s.row_slots.at[LSE, slot], layout=BY_QUERY))
+            delta = by_query(plgpu.load(s.row_slots.at[DELTA, slot], layout=BY_QUERY))
             if folds_lse(p):
                 score_acc[...] = lse
             if not p.dropout_rate:
@@ -341,7 +467,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 def hide(scores):
                     return mask.hide(scores, mask.rows(example, q_index * q_tile, q_tile, 1), **at)
 
-                if ragged_apart:
+                if piece.ragged_apart:
                     scores = hide(scores)
                 else:
                     ragged = mask.ragged_for_keys(example, q_index, k_start, ROWS)
@@ -357,32 +483,32 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         # Of the 64 in a tile of queries whose dQ this warpgroup sums up.
         first_row = warpgroup * ROWS if by_rows else 0
 
-        def add_d_query(d_query, units, step):
+        def add_d_query(d_query, units, step, exists=None):
             """Adds this warpgroup's half of a step's dQ to the sum in the GPU's memory."""
-            head, q_index = place(step)
+            head, q_index = piece.place(step)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             slot = s.d_query_slots.at[warpgroup]
             slot[...] = (d_query * lax.broadcast_in_dim(units, d_query.shape, [0])).astype(jnp.int32)
             plgpu.commit_smem()
             columns = pl.ds(0 if by_rows else warpgroup * panel, panel)
             to = d_query_ref.at[example, pl.ds(q_index * q_tile + first_row, ROWS), head, columns]
-            plgpu.copy_smem_to_gmem(slot, to, reduction_op="add")
+            plgpu.copy_smem_to_gmem(slot, to, exists, reduction_op="add")
 
         def multiply_d_query(acc, buffer):
             mine, columns = (warpgroup, 0) if by_rows else (0, warpgroup)
-            plgpu.wgmma(acc, s.d_scores.at[buffer, mine].T, s.k_slot.at[columns])
+            plgpu.wgmma(acc, s.d_scores.at[buffer, mine].T, s.k_slots.at[key_slot, columns])
 
         def over_queries(d_key, d_value):
             def step(i, units_before, hides):
                 slot, buffer = lax.rem(i, ring), lax.rem(i, 2)
                 query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
-                head, q_index = place(i)
+                head, q_index = piece.place(i - done)
                 weights, kept, d_weights = pl.run_scoped(
                     functools.partial(weights_and_gradients, slot=slot, head=head, q_index=q_index, hides=hides),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                 )
-                units = plgpu.load(s.units_slots.at[slot, pl.ds(first_row, ROWS)], layout=BY_ROW, optimized=False)
+                units = plgpu.load(s.row_slots.at[UNITS, slot, pl.ds(first_row, ROWS)], layout=BY_ROW, optimized=False)
                 plgpu.wgmma(d_value, kept.astype(p.dtype), d_out)
                 d_scores = (weights * d_weights).astype(p.dtype)
 
@@ -402,7 +528,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 d_query = pl.run_scoped(d_query_and_key, plgpu.WGMMAAccumulatorRef((ROWS, panel), jnp.float32))
                 plgpu.barrier_arrive(s.d_out_consumed.at[slot])
                 plgpu.barrier_arrive(s.scores_consumed.at[1 - buffer])
-                add_d_query(d_query, units_before, jnp.maximum(i - 1, 0))
+                add_d_query(d_query, units_before, jnp.maximum(i - 1 - done, 0), i > done)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(s.q_consumed.at[slot])
                 return units
@@ -417,27 +543,20 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 def some(begin, end, units, hides):
                     return lax.fori_loop(begin, end, functools.partial(step, hides=hides), units)
 
-                if not ragged_apart:
-                    return some(0, steps, units, mask.hides)
+                end = done + piece.steps
+                if not piece.ragged_apart:
+                    return some(done, end, units, mask.hides)
                 # A branch between products would keep ptxas from overlapping them.
-                first, last = mask.query_span(example, kv_index, None)
-                full = [jnp.clip(at, first, last) - first for at in mask.full_queries(k_start, ROWS)]
+                ragged_end = done + piece.ragged_steps
+                return some(ragged_end, end, some(done, ragged_end, units, True), False)
 
-                def one_head(turn, units):
-                    begin = turn * (last - first)
-                    units = some(begin, begin + full[0], units, True)
-                    units = some(begin + full[0], begin + full[1], units, False)
-                    return some(begin + full[1], begin + last - first, units, True)
-
-                return lax.fori_loop(0, p.group, one_head, units) if p.group > 1 else one_head(0, units)
-
-            @pl.when(steps > 0)
+            @pl.when(piece.steps > 0)
             def _all_steps():
-                # The step before the first has no scores: its dQ adds zeros.
-                write_d_scores(1, plgpu.layout_cast(jnp.zeros((ROWS, q_tile), p.dtype), WGMMA))
+                # The step before the first has no scores: its dQ, of whatever stands there, is added to nothing.
+                plgpu.barrier_arrive(s.scores_ready.at[1 - lax.rem(done, 2)])
                 any_units = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), BY_ROW)
                 units = each_step(any_units)
-                buffer = lax.rem(steps - 1, 2)
+                buffer = lax.rem(done + piece.steps - 1, 2)
                 plgpu.barrier_wait(s.scores_ready.at[buffer])
 
                 def last(acc):
@@ -445,7 +564,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                     return acc[...]
 
                 d_query = pl.run_scoped(last, plgpu.WGMMAAccumulatorRef((ROWS, panel), jnp.float32))
-                add_d_query(d_query, units, steps - 1)
+                add_d_query(d_query, units, piece.steps - 1)
                 plgpu.barrier_arrive(s.scores_consumed.at[buffer])
                 plgpu.barrier_wait(s.scores_consumed.at[buffer])  # K's slot is free once both have used it for dQ
 
@@ -461,20 +580,22 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         return lax.broadcast_in_dim(x, (ROWS, q_tile), [1])
 
     scratch = {
-        "k_slot": smem_tile(panels, KV_TILE, panel, dtype=p.dtype),
+        "k_slots": smem_tile(key_slots, panels, KV_TILE, panel, dtype=p.dtype),
         "v_slot": smem_tile(WARPGROUPS, ROWS, v_dim, dtype=p.dtype),
         "q_slots": smem_tile(ring, q_tile, qk_dim, dtype=p.dtype),
         "d_out_slots": smem_tile(ring, q_tile, v_dim, dtype=p.dtype),
         "d_scores": smem_tile(2, q_tile // ROWS, KV_TILE, ROWS, dtype=p.dtype),
         "d_query_slots": smem_tile(WARPGROUPS, ROWS, panel, dtype=jnp.int32),
-        "lse_slots": plgpu.SMEM((ring, q_tile), jnp.float32),
-        "delta_slots": plgpu.SMEM((ring, q_tile), jnp.float32),
-        "units_slots": plgpu.SMEM((ring, q_tile), jnp.float32),
-        "kv_ready": plgpu.Barrier(num_arrivals=panels + WARPGROUPS),
+        "row_slots": plgpu.SMEM((3, ring, q_tile), jnp.float32),
+        "k_ready": plgpu.Barrier(num_arrivals=panels, num_barriers=key_slots),
+        "k_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=key_slots),
+        "v_ready": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "v_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS),
         "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=ring),
         "d_out_ready": plgpu.Barrier(num_arrivals=3, num_barriers=ring),
         "q_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
         "d_out_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
+        "queries_mended": plgpu.Barrier(num_arrivals=WARPGROUPS),
         "scores_ready": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
         "scores_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
     }
@@ -482,14 +603,73 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     d_key, d_value = plgpu.kernel(
         attention_backward,
         out_type=tuple(jax.ShapeDtypeStruct((p.batch, kv_rows, p.kv_heads, dim), p.dtype) for dim in (qk_dim, v_dim)),
-        grid=(order.total,),
+        grid=(tiles.blocks if persistent else order.total,),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*jax.tree.leaves(operands), d_query)
+    )(*arrays, d_query)
     return d_query[...], d_key, d_value
+
+
+class _Piece(NamedTuple):
+    """The work on one tile of keys: its query tiles, for each query head of the group.
+
+    With `ragged_apart` those that the mask cuts through come first, of all heads, then the `full` ones.
+    """
+
+    problem: Problem
+    ragged_apart: bool
+    example: Any
+    kv_head: Any
+    kv_index: Any
+    first: Any
+    last: Any
+    full: tuple[Any, Any]
+
+    @classmethod
+    def of(
+        cls, p: Problem, tiles: HopperBackwardTiles, order: TileOrder, mask: TileMask, inputs: Any, index: Any
+    ) -> _Piece:
+        head, kv_index = order.locate(index)
+        example, kv_head = lax.div(head, p.kv_heads), lax.rem(head, p.kv_heads)
+        first, last = mask.query_span(example, kv_index, inputs.q_span)
+        apart, full = tiles.ragged_apart and mask.hides and not mask.dense, (last, last)
+        if apart:
+            full_first, full_last = mask.full_queries(example, kv_index, inputs.q_span)
+            full = jnp.clip(full_first, first, last), jnp.clip(full_last, first, last)
+        return cls(p, apart, example, kv_head, kv_index, first, last, full)
+
+    @property
+    def steps(self) -> Any:
+        return (self.last - self.first) * self.problem.group
+
+    @property
+    def ragged_steps(self) -> Any:
+        return (self.last - self.first - (self.full[1] - self.full[0])) * self.problem.group
+
+    def place(self, step: Any) -> tuple[Any, Any]:
+        """(query head, query tile) of a step."""
+        first_head, group = self.kv_head * self.problem.group, self.problem.group
+
+        def of_heads(step, tiles):
+            """(query head, which of its tiles)."""
+            if group == 1:
+                return first_head, step
+            turn = lax.div(step, jnp.maximum(tiles, 1))
+            return first_head + turn, step - turn * tiles
+
+        if not self.ragged_apart:
+            head, place = of_heads(step, self.last - self.first)
+            return head, self.first + place
+        fulls = self.full[1] - self.full[0]
+        raggeds = self.last - self.first - fulls
+        is_ragged = step < self.ragged_steps
+        head, place = of_heads(step - jnp.where(is_ragged, 0, self.ragged_steps), jnp.where(is_ragged, raggeds, fulls))
+        ragged = self.first + place
+        ragged += jnp.where(ragged < self.full[0], 0, fulls)
+        return head, jnp.where(is_ragged, ragged, self.full[0] + place)
 
 
 def make_finite(tile: Any) -> None:
@@ -504,19 +684,21 @@ def make_finite(tile: Any) -> None:
 class _Scratch(NamedTuple):
     """What a block holds in shared memory: tiles, and the barriers named after the event that they wait for."""
 
-    k_slot: Any
+    k_slots: Any
     v_slot: Any
     q_slots: Any
     d_out_slots: Any
     d_scores: Any
     d_query_slots: Any
-    lse_slots: Any
-    delta_slots: Any
-    units_slots: Any
-    kv_ready: Any
+    row_slots: Any
+    k_ready: Any
+    k_consumed: Any
+    v_ready: Any
+    v_consumed: Any
     q_ready: Any
     d_out_ready: Any
     q_consumed: Any
     d_out_consumed: Any
+    queries_mended: Any
     scores_ready: Any
     scores_consumed: Any
