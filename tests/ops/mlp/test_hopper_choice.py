@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from fast_layers.arch import Arch
-from fast_layers.dispatch import PASSES, choose
+from fast_layers.dispatch import PASSES, Pass, choose
 from fast_layers.kernel_parts import automatic_axes
 from fast_layers.ops.mlp import hopper_call
 from fast_layers.ops.mlp.backends import BACKENDS
@@ -57,6 +57,14 @@ def test_takes_both_passes_by_name(fields, arch):
 
 
 MEASURED = dataclasses.replace(PROBLEM, tokens=8192, in_features=2048, hidden_features=8192, out_features=2048)
+TIMED: list[tuple[int, bool, Pass]] = [
+    (8192, False, "forward"),
+    (8192, False, "backward"),
+    (512, False, "forward"),
+    (512, True, "forward"),
+    (512, True, "backward"),
+    (16_384, True, "forward"),
+]
 LEFT_TO_XLA = {
     "linear": ({"out_features": None}, PASSES, "without a product down"),
     "float16": ({"dtype": jnp.dtype(jnp.float16)}, PASSES, "has not been timed in float16"),
@@ -74,8 +82,7 @@ LEFT_TO_XLA = {
 
 @pytest.mark.parametrize("arch", [H100, H200], ids=lambda arch: arch.name)
 def test_is_taken_where_it_was_timed(arch):
-    timed = [(8192, False, "forward"), (8192, False, "backward"), (512, False, "forward")]
-    for tokens, gated, pass_ in [*timed, (512, True, "forward"), (512, True, "backward"), (16384, True, "forward")]:
+    for tokens, gated, pass_ in TIMED:
         choice = choose(BACKENDS, dataclasses.replace(MEASURED, tokens=tokens, gated=gated), arch, pass_)
         assert choice.backend is not None
         assert choice.backend.name == "hopper"

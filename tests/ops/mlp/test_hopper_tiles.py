@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from fast_layers.ops.mlp import config
+from fast_layers.ops.mlp import config, hopper_matmul
 from fast_layers.ops.mlp.config import EpilogueNeeds, HopperMatmulTiles
+from fast_layers.ops.mlp.epilogue import Plain
+from fast_layers.ops.mlp.matmul import Matmul, Operands
 
 REGISTERS = 1 << 16
 WARPGROUP = 128
@@ -104,3 +109,21 @@ def test_products_that_share_a_launch_share_its_last_round():
     assert [tiles.rounds(each) for each in weights] == [3, 3, 3]
     assert tiles.rounds(*weights) == 8
     assert HopperMatmulTiles.of_several(weights, 512, NEEDS["plain"]).ping_pong
+
+
+@pytest.mark.parametrize(("width", "launches"), [(2048, [3]), (512, [1, 1, 1])])
+def test_small_products_have_their_depth_split_rather_than_share_a_launch(width, launches, monkeypatch):
+    launch, seen = hopper_matmul._launch, []
+
+    def counted(tiles, ms, operands):
+        seen.append(len(ms))
+        return launch(tiles, ms, operands)
+
+    monkeypatch.setattr(hopper_matmul, "_launch", counted)
+    tokens = 8192
+    m = Matmul(width, width, tokens, jnp.dtype(jnp.bfloat16), Plain(), a_turned=True)
+    x: Any = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+    operands = Operands((x,), (x,), (None,))
+    results = jax.eval_shape(lambda o: hopper_matmul.multiply_together([(m, each) for each in o]), [operands] * 3)
+    assert [written.shape for (written,), _ in results] == [(width, width)] * 3
+    assert seen == launches
