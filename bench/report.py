@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 from pathlib import Path
@@ -19,6 +20,7 @@ import fast_layers
 from bench.cases import Case, Pass
 
 SCHEMA = 1
+ROOT = Path(__file__).parents[1]
 TOLERANCE = 0.03
 """A peer whose values lie further from the yardstick's (relative, in norm) computes something else: it cannot win."""
 PACKAGES = (
@@ -31,6 +33,8 @@ PACKAGES = (
     "torch",
     "triton",
     "flash-attn-4",
+    "flash-linear-attention",
+    "jax-linear-attention",
     "nvidia-cudnn-cu13",
     "nvidia-cudnn-cu12",
     "nvidia-cuda-nvcc",
@@ -50,16 +54,34 @@ def environment(command: str, date: str) -> dict[str, Any]:
         "date": date,
         "device": jax.devices()[0].device_kind,
         "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "commit": _first_line("git", "rev-parse", "HEAD"),
+        **tree_facts(ROOT),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": versions,
     }
 
 
-def _first_line(*command: str) -> str | None:
-    """A fact about the machine that some machines do not have."""
+def tree_facts(root: Path) -> dict[str, Any]:
+    """`commit` of the tree that is measured, and whether it is `dirty`: its files differ from the commit's.
+
+    A copy by `git archive` has no .git, and git might answer for one further up; there archived_commit.txt says the
+    commit, which git wrote into it (.gitattributes), and nothing knows whether the copy was changed since. So the
+    variable BENCH_COMMIT may say both, as "COMMIT" or "COMMIT-dirty".
+    """
+    if said := os.environ.get("BENCH_COMMIT"):
+        return {"commit": said.removesuffix("-dirty"), "dirty": said.endswith("-dirty")}
+    top = _first_line("git", "rev-parse", "--show-toplevel", cwd=root)
+    if top is not None and Path(top).resolve() == root.resolve():
+        changed = _first_line("git", "status", "--porcelain", "--untracked-files=no", cwd=root)
+        return {"commit": _first_line("git", "rev-parse", "HEAD", cwd=root), "dirty": changed is not None}
+    written = root / "bench" / "archived_commit.txt"
+    commit = written.read_text().strip() if written.exists() else ""
+    return {"commit": commit if re.fullmatch("[0-9a-f]{40}", commit) else None, "dirty": None}
+
+
+def _first_line(*command: str, cwd: Path | None = None) -> str | None:
+    """A fact about the machine or the tree that some do not have."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=cwd)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None

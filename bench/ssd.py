@@ -126,6 +126,17 @@ def simple_gla(case: Any = None) -> Callable[..., Any]:
     return call
 
 
+def jax_linear_attention(case: Any = None) -> Callable[..., Any]:
+    """Its Mamba-2 on its Hopper kernels; elsewhere what it takes by itself."""
+    scan = turns.source_module("jla.layers.ssm").mamba2_ssd
+    options = {"impl": "mosaic_gpu" if timing.on_gpu() else "auto", "grouped_key_grads": True}
+
+    def call(x, dt, A, B, C):
+        return scan(x, dt, A, B, C, **options)[0]
+
+    return call
+
+
 PEERS: tuple[Peer, ...] = (
     Peer("fast_layers xla", functools.partial(ours, "xla")),
     Peer("fast_layers hopper", functools.partial(ours, "hopper")),
@@ -133,6 +144,7 @@ PEERS: tuple[Peer, ...] = (
     Peer("again", functools.partial(ours, "xla")),
     Peer("recurrence", functools.partial(ours, "reference")),
     Peer("jax chunked", lambda case: jax_chunked),
+    Peer("jax-linear-attention", jax_linear_attention),
     Peer("mamba_ssm", mamba_ssm, "torch"),
     Peer("fla simple_gla", simple_gla, "torch"),
 )

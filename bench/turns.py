@@ -3,7 +3,8 @@
 All peers of a cell get the same operands and take turns, so that drift hits all alike; the median counts. An untimed
 call stands before each timed one on a CPU, where the first call after one that gave back a gigabyte is slow. Times are
 of the device where CUPTI answers (see `bench/timing.py`), else of the wall clock. Programs return all that they
-compute. A peer that cannot run is listed with its reason, one whose outputs lie off the first one's is marked.
+compute. A peer that cannot run is listed with its reason; one whose output lies off the first one's, or any of
+its gradients, is marked.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import datetime
 import importlib
 import importlib.util
 import json
+import math
 import os
 import statistics
 import sys
@@ -24,7 +26,6 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from bench import timing
 from bench.attention import Clock, attempt, measure_roofs
@@ -61,10 +62,11 @@ class Peer:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """`seconds()` times once; `outputs` is the function's result; `temp_bytes` as the compiler tells, where it does."""
+    """`seconds()` times once; `outputs` is the function's result, as "out", and the gradients that the pass has, by the
+    names of the operands; `temp_bytes` as the compiler tells, where it does."""
 
     seconds: Callable[[], tuple[float, str]]
-    outputs: np.ndarray
+    outputs: dict[str, jax.Array]
     temp_bytes: int | None = None
     hlo: str | None = None
 
@@ -83,7 +85,6 @@ def jax_program(fn: Callable[..., Any], operands: Operands, pass_: Pass, watch: 
     def save(operands):
         return jax.vjp(forward, operands)
 
-    out = None
     if pass_ == "forward":
         program, arguments = forward, (operands,)
     elif pass_ == "both":
@@ -92,10 +93,14 @@ def jax_program(fn: Callable[..., Any], operands: Operands, pass_: Pass, watch: 
         out, pull = jax.jit(save)(operands)
         program, arguments = (lambda pull, d_out: pull(d_out)), (pull, d_out)
     compiled = jax.jit(program).lower(*arguments).compile()
-    if out is None:
-        found = compiled(*arguments)
-        out = found if pass_ == "forward" else found[0]
-    out = np.asarray(out, np.float32)
+    found = compiled(*arguments)
+    if pass_ == "forward":
+        outputs = named_outputs(found)
+    elif pass_ == "both":
+        out, (gradients,) = found
+        outputs = named_outputs(out, gradients)
+    else:
+        outputs = named_outputs(out, found[0])
     roughly = watch.warm_up(compiled, [arguments])
 
     def seconds():
@@ -106,17 +111,18 @@ def jax_program(fn: Callable[..., Any], operands: Operands, pass_: Pass, watch: 
 
     analysis = compiled.memory_analysis()
     temp_bytes = None if analysis is None else analysis.temp_size_in_bytes
-    return Program(seconds, out, temp_bytes, compiled.as_text())
+    return Program(seconds, outputs, temp_bytes, compiled.as_text())
+
+
+def named_outputs(out: jax.Array, gradients: dict[str, jax.Array] | None = None) -> dict[str, jax.Array]:
+    return {"out": out, **{f"d_{name}": x for name, x in (gradients or {}).items()}}
 
 
 def torch_program(fn: Callable[..., Any], operands: Operands, pass_: Pass, watch: timing.Stopwatch) -> Program:
     del watch
     torch = importlib.import_module("torch")
     stream = torch.cuda.Stream()
-    given = {
-        name: torch.from_numpy(np.array(v, np.float32)).cuda().to(getattr(torch, str(v.dtype)))
-        for name, v in operands.items()
-    }
+    given = {name: torch.from_dlpack(v).detach() for name, v in jax.block_until_ready(operands).items()}
     d_out = given.pop("d_out")
     for v in given.values():
         v.requires_grad_(pass_ != "forward")
@@ -135,8 +141,12 @@ def torch_program(fn: Callable[..., Any], operands: Operands, pass_: Pass, watch
         taken, method = timing.torch_seconds(torch, call, [()], stream)
         return statistics.median(taken), method
 
+    with torch.cuda.stream(stream):
+        found = () if pass_ == "forward" else torch.autograd.grad(out, wanted, d_out, retain_graph=True)
+        found = [x.detach().contiguous() for x in (out, *found)]
     torch.cuda.synchronize()
-    return Program(seconds, out.detach().float().cpu().numpy())
+    first, *gradients = map(jnp.from_dlpack, found)
+    return Program(seconds, named_outputs(first, dict(zip(given, gradients, strict=bool(gradients)))))
 
 
 PROGRAMS = {"jax": jax_program, "torch": torch_program}
@@ -168,7 +178,8 @@ def run_cell(
     hlo: Path | None = None,
 ) -> list[dict[str, Any]]:
     operands = case.operands()
-    rows, programs = [], {}
+    rows, programs, first = [], {}, {}
+    errors: dict[str, dict[str, float]] = {}
     for peer in peers:
         row: dict[str, Any] = {"case": case.name, "pass": pass_, "name": peer.name}
         rows.append(row)
@@ -178,6 +189,9 @@ def run_cell(
             row["refused"] = shorten(refusal, 300)
             continue
         programs[peer.name] = program
+        first = first or dict(program.outputs)
+        errors[peer.name] = {what: relative_error(x, first[what]) for what, x in program.outputs.items()}
+        program.outputs.clear()
         if hlo is not None and program.hlo is not None:
             hlo.mkdir(parents=True, exist_ok=True)
             (hlo / f"{case.name} {pass_} {peer.name}.hlo.txt".replace(" ", "_")).write_text(program.hlo)
@@ -187,24 +201,36 @@ def run_cell(
         for name, program in programs.items():
             seconds, methods[name] = program.seconds()
             taken[name].append(seconds)
-    first = next((program.outputs for program in programs.values()), None)
     moved = case.bytes(pass_)
     for row in rows:
         name = row["name"]
-        if name in programs and first is not None:
-            off = float(np.linalg.norm(programs[name].outputs - first) / np.linalg.norm(first))
+        if name in programs:
+            off = max(errors[name].values(), key=lambda error: (math.isnan(error), error))
             row |= {
                 "seconds": (seconds := statistics.median(taken[name])),
                 "all_seconds": taken[name],
                 "method": methods[name],
                 "temp_bytes": programs[name].temp_bytes,
                 "relative_error": off,
+                "relative_errors": errors[name],
                 "comparable": off <= TOLERANCE,
             }
             if moved is not None:
                 row |= {"bytes": moved, "GB/s": (rate := 1e-9 * moved / seconds)}
                 row["share_of_copy"] = None if copy_roof is None else rate / copy_roof
     return rows
+
+
+def relative_error(x: jax.Array, yardstick: jax.Array) -> float:
+    """In norm, or absolute where the yardstick is 0; NaN where either has one."""
+    return float(_relative_error(x, yardstick)) if x.shape == yardstick.shape else math.inf
+
+
+@jax.jit
+def _relative_error(x, yardstick):
+    x, yardstick = x.astype(jnp.float32), yardstick.astype(jnp.float32)
+    off, size = jnp.linalg.norm(x - yardstick), jnp.linalg.norm(yardstick)
+    return jnp.where(size == 0, off, off / size)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -218,7 +244,9 @@ def show(rows: list[dict[str, Any]]) -> None:
         rate = f", {row['GB/s']:.0f} GB/s" if "GB/s" in row else ""
         rate += f" ({row['share_of_copy']:.0%} of copy)" if row.get("share_of_copy") else ""
         ratio = "" if not base else f", {row['seconds'] / base:.2f} of the first's"
-        wrong = "" if row["comparable"] else f", computes something else (off by {row['relative_error']:.2g})"
+        off = {what: error for what, error in row["relative_errors"].items() if not error <= TOLERANCE}
+        parts = ", ".join(f"{what} off by {error:.2g}" for what, error in off.items())
+        wrong = f", computes something else ({parts})" if off else ""
         print(f"  {row['name']:<26} {1e3 * row['seconds']:.3f} ms ({row['method']}){rate}{memory}{ratio}{wrong}")
 
 
