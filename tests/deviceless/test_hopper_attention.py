@@ -125,7 +125,7 @@ SPILLS = {
     "d256 segments": (80, 230),
     "d64 bias": (0, 230, 0),
     "d64 mask, dropout": (0, 1340),
-    "d128 bias": (16, 140, 0),
+    "d128 bias": (16, 200, 0),
     "d128 mask": (44, 80),
     "d128 causal, dropout": (0, 800),
     "d256 dropout": (0, 600),
