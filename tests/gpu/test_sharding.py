@@ -1,4 +1,4 @@
-"""Kernels on several GPUs at once: batch and heads, tokens and hidden features, over a mesh of all that are here.
+"""Kernels on several GPUs at once: batch and heads or channels, tokens and hidden features, over a mesh of all that are here.
 
 python3 -m pytest tests/gpu/test_sharding.py -n0 -p no:cacheprovider
 """
@@ -72,13 +72,15 @@ EXPLICIT = {
             ((B, T, N, H), ROWS),
         ],
     ),
+    "conv": (conv, [((B, T, D), ROWS), ((4, D), P(None, "model")), ((B, T, D), ROWS)]),
+    "norm": (norm, [*[((B, T, D), TOKENS)] * 2, ((D,), P()), ((B, T, D), TOKENS)]),
 }
 # Over the batch alone, the weights on all alike.
 IN_SHARD_MAP = {
     "attention": EXPLICIT["attention"],
     "mlp": EXPLICIT["mlp"],
     "conv": (conv, [((B, T, D), TOKENS), ((4, D), P()), ((B, T, D), TOKENS)]),
-    "norm": (norm, [*[((B, T, D), TOKENS)] * 2, ((D,), P()), ((B, T, D), TOKENS)]),
+    "norm": EXPLICIT["norm"],
 }
 
 

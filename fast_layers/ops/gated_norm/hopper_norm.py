@@ -1,5 +1,4 @@
-"""The gated norm for Hopper (sm_90a), forward and backward: one pass each over the rows. No GPU has run these kernels
-yet.
+"""The gated norm for Hopper (sm_90a), forward and backward: one pass each over the rows.
 
 A block of one warpgroup goes through some rows of one group of features, a row at a time or, where rows are short, four
 with a warp for each. The forward reads a row into registers, sums it, and writes it; the backward reads a row twice,
