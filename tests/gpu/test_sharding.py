@@ -1,4 +1,4 @@
-"""Kernels on several GPUs at once: batch and heads or channels, tokens and hidden features, over a mesh of all that are here.
+"""Kernels on several GPUs at once: batch, heads, channels, tokens, hidden features, over a mesh of all that are here.
 
 python3 -m pytest tests/gpu/test_sharding.py -n0 -p no:cacheprovider
 """
