@@ -272,7 +272,6 @@ FORWARD_FAULTS = {
     "mended before it arrives": (POISONED, StandIn("barrier_wait kv_arrived"), "read of SMEM"),
     "mending not committed": (POISONED, StandIn("commit_smem #1"), ""),
     "verdict not awaited": (MASKED, StandIn("barrier_wait judged"), "read of SMEM"),
-    "first pass not stored": (POISONED, StandIn("wait_smem_to_gmem"), "GMEM"),
 }
 BACKWARD_CASE = Case(batch=1, q_len=768, kv_len=256, heads=1, kv_heads=1)
 MASKED_BACKWARD = dataclasses.replace(
