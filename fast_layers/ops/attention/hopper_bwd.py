@@ -238,7 +238,7 @@ def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Arr
     return jnp.stack([first, last, full_first, jnp.maximum(full_last, full_first)], -1)
 
 
-def _order(p: Problem, kv_tiles: int, bytes_per_head: int) -> TileOrder:
+def piece_order(p: Problem, kv_tiles: int, bytes_per_head: int) -> TileOrder:
     """Longest pieces first among the heads of a group, of which the last must leave no SM waiting for long."""
     heads = p.batch * p.kv_heads
     order = TileOrder.of(heads, kv_tiles, 1, bytes_per_head)
@@ -268,7 +268,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     by_rows = q_tile == WARPGROUPS * ROWS
     panels = 1 if by_rows else WARPGROUPS
     panel = qk_dim // panels
-    order = _order(p, kv_tiles, p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim))
+    order = piece_order(p, kv_tiles, p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim))
     persistent = 0 < tiles.blocks < order.total
     key_slots = tiles.key_slots if persistent else 1
     schedule = jnp.asarray(share_out(order, 1 + _most_steps(p, q_tile), tiles.blocks)) if persistent else None

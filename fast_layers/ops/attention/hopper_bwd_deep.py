@@ -34,9 +34,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
-from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention.config import HopperDeepBackwardTiles
-from fast_layers.ops.attention.hopper_bwd import BY_QUERY, BY_ROW, Operands, folds_lse, make_finite
+from fast_layers.ops.attention.hopper_bwd import BY_QUERY, BY_ROW, Operands, folds_lse, make_finite, piece_order
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
@@ -58,7 +57,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     # The key warpgroup also reads P and writes dS: it takes the smaller part.
     panels = {VALUE_WG: starts[:mine], KEY_WG: starts[mine:]}
     bytes_per_head = p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
-    order = TileOrder.of(p.batch * p.kv_heads, -(-p.kv_len // kv_tile), 1, bytes_per_head)
+    order = piece_order(p, -(-p.kv_len // kv_tile), bytes_per_head)
     tree = jax.tree.structure(operands)
 
     def attention_backward_deep(*refs, **scratch):
