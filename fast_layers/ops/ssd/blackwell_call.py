@@ -1,6 +1,6 @@
-"""What Blackwell's scan takes, and what it is given: the operands with all that concerns decay computed by XLA.
+"""What Blackwell's scan takes, and what its forward is given: operands with all that concerns decay computed by XLA.
 
-No GPU has run the kernel yet, so the backend is taken only by name.
+No GPU has run the kernels yet, so the backend is taken only by name.
 
 Axis letters as in `problem`; U panels of heads of one group, C chunks of Q = 128 tokens.
 """
@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 
 from fast_layers.arch import Arch
 from fast_layers.kernel_parts import automatic_axes
-from fast_layers.ops.ssd import xla
 from fast_layers.ops.ssd.blackwell_config import BLACKWELL_ROWS, HEAD_DIMS, STATE_DIMS, BlackwellForwardTiles
 from fast_layers.ops.ssd.hopper_call import decay_factors, for_tma
 from fast_layers.ops.ssd.problem import DEFAULT_CHUNK, Aux, Inputs, Problem, Residuals, Scanned
@@ -54,8 +53,9 @@ def forward(problem: Problem, inputs: Inputs, aux: Aux) -> Scanned:
 
 
 def backward(problem: Problem, residuals: Residuals, d_out: Array, d_final_state: Array) -> Inputs:
-    """There is no kernel for it yet: the xla backend's, whose residuals are the operands as well."""
-    return xla.backward(problem, residuals, d_out, d_final_state)
+    from fast_layers.ops.ssd import blackwell_bwd
+
+    return blackwell_bwd.scan_grad(problem, residuals, d_out, d_final_state)
 
 
 class Operands(NamedTuple):
@@ -79,10 +79,6 @@ def operands_of(p: Problem, tiles: BlackwellForwardTiles, inputs: Inputs, aux: A
     D = None
     if inputs.D is not None:
         D = jnp.broadcast_to(inputs.D.astype(jnp.float32).reshape(p.heads, -1), (p.batch, p.heads, p.head_dim))
-    state = None
-    if inputs.initial_state is not None:
-        state = inputs.initial_state.astype(jnp.float32).reshape(p.batch, -1, tiles.panel, p.state_dim)
-        state = jnp.pad(state, ((0, 0), (0, 0), (0, rows - tiles.panel), (0, 0)))
     return Operands(
         x=for_tma(inputs.x, rows),
         B=for_tma(inputs.B, rows),
@@ -91,5 +87,11 @@ def operands_of(p: Problem, tiles: BlackwellForwardTiles, inputs: Inputs, aux: A
         first=first,
         D=D,
         z=None if inputs.z is None else for_tma(inputs.z, rows),
-        initial_state=state,
+        initial_state=None if inputs.initial_state is None else state_as_panels(inputs.initial_state, tiles.panel),
     )
+
+
+def state_as_panels(state: Float[Array, "B H P N"], panel: int) -> Float[Array, "B U 128 N"]:
+    """Panels of `panel` channels; the rest of 128 rows are 0."""
+    state = state.astype(jnp.float32).reshape(state.shape[0], -1, panel, state.shape[3])
+    return jnp.pad(state, ((0, 0), (0, 0), (0, BLACKWELL_ROWS - panel), (0, 0)))

@@ -46,7 +46,7 @@ from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.ops.ssd.blackwell_call import Operands, operands_of
 from fast_layers.ops.ssd.blackwell_config import BLACKWELL_ROWS as ROWS
 from fast_layers.ops.ssd.blackwell_config import COMPUTE_WGS, BlackwellForwardTiles
-from fast_layers.ops.ssd.blackwell_tile import COLUMNS, NATIVE, STAGED, by_column, by_row, column_slices
+from fast_layers.ops.ssd.blackwell_tile import COLUMNS, NATIVE, STAGED, by_channel, by_column, by_row, column_slices
 from fast_layers.ops.ssd.hopper_call import COLUMN, ENTERING, LEAVING, LOG2_E, ROW
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Scanned
 
@@ -207,7 +207,8 @@ def _launch(tiles: BlackwellForwardTiles, p: Problem, operands: Operands):
                 plgpu.wait_load_tmem()
                 s.state_slot[:, c] = state.astype(p.dtype)
                 # The last token's share of the entering state is what goes on to the next chunk.
-                plgpu.async_store_tmem(s.state.at[:, c], state * by_channel(factors, ENTERING, ROWS - 1, c.size))
+                decay = by_channel([factors[h, ENTERING, ROWS - 1] for h in range(heads)], p.head_dim, c.size)
+                plgpu.async_store_tmem(s.state.at[:, c], state * decay)
             plgpu.commit_tmem()
             plgpu.commit_smem()
             plgpu.barrier_arrive(s.state_ready)
@@ -224,14 +225,6 @@ def _launch(tiles: BlackwellForwardTiles, p: Problem, operands: Operands):
         plgpu.barrier_wait(s.state_done)
         for c in columns:
             final_ref.at[example, unit, :, c][...] = plgpu.async_load_tmem(s.state.at[:, c], layout=STAGED)
-
-    def by_channel(factors, name, token, columns):
-        """Of each channel's head, spread over `columns`."""
-        row = plgpu.broadcasted_iota(jnp.int32, (ROWS, columns), 0, layout=STAGED)
-        spread = jnp.broadcast_to(factors[0, name, token], row.shape)
-        for head in range(1, heads):
-            spread = jnp.where(row >= head * p.head_dim, factors[head, name, token], spread)
-        return spread
 
     def load_piece(slots, slot, index):
         return plgpu.load(slots.at[slot, index], layout=STAGED, optimized=False).astype(jnp.float32)

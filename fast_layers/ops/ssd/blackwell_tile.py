@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
+
+from fast_layers.ops.ssd.blackwell_config import BLACKWELL_ROWS
 
 COLUMNS = 32
 """Of a tile that go through registers at a time."""
@@ -30,3 +33,12 @@ def by_row(x: Float[jax.Array, " R"], columns: int) -> Float[jax.Array, "R C"]:
 
 def by_column(x: Float[jax.Array, " C"], rows: int) -> Float[jax.Array, "R C"]:
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
+
+
+def by_channel(by_head: list[jax.Array], head_dim: int, columns: int) -> Float[jax.Array, "R C"]:
+    """Of each row's head, in a tile whose rows are the channels of a panel; the last one's for rows beyond."""
+    row = plgpu.broadcasted_iota(jnp.int32, (BLACKWELL_ROWS, columns), 0, layout=STAGED)
+    spread = jnp.broadcast_to(by_head[0], row.shape)
+    for head, x in enumerate(by_head[1:], 1):
+        spread = jnp.where(row >= head * head_dim, x, spread)
+    return spread
