@@ -108,8 +108,11 @@ class HopperMatmulTiles:
         most = min(HOPPER_SMS // blocks, steps // _FEWEST_STEPS)
         if most < 2:
             return tiles._halved_if_sooner(rows, columns, needs)
-        splits = -(-steps // -(-steps // most))  # none is empty
         widest = min(tiles.columns, 256 // needs.products)
+        if widest == 256 and most >= 4:
+            # Half as many parts, of half as many columns: half the bytes for XLA to add up.
+            widest, most = 128, most // 2
+        splits = -(-steps // -(-steps // most))  # none is empty
         return cls(64, widest, ping_pong=rows <= _FEW_ROWS, pieces=1, splits=splits)._deepened(needs)
 
     @classmethod

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -24,18 +22,13 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     return kernel_call.objection(problem)
 
 
-class _Tokens(NamedTuple):
-    fewest: int
-    most: int | None = None
-
-
 _NARROWEST, _WIDEST = 2048, 4096
 # Where an H200 was timed and no slower than XLA or Flax (bench/NOTES.md), by gate and pass: at width 2048, and over it.
-_TIMED: dict[tuple[bool, Pass], tuple[_Tokens, _Tokens | None]] = {
-    (False, "forward"): (_Tokens(512), _Tokens(8192)),
-    (False, "backward"): (_Tokens(8192), _Tokens(8192)),
-    (True, "forward"): (_Tokens(512), _Tokens(16_384)),
-    (True, "backward"): (_Tokens(512, 4096), None),
+_FEWEST_TOKENS: dict[tuple[bool, Pass], tuple[int, int | None]] = {
+    (False, "forward"): (512, 8192),
+    (False, "backward"): (512, 8192),
+    (True, "forward"): (512, 16_384),
+    (True, "backward"): (512, None),
 }
 
 
@@ -53,15 +46,13 @@ def by_name_only(problem: Problem, arch: Arch, pass_: Pass) -> str | None:
         return f"has been timed at widths of {wanted}, got {p.in_features} in and {p.out_features} out"
     if p.hidden_features < 2 * p.in_features:
         return f"has been timed with hidden sizes from twice the width on, got {p.hidden_features} for {p.in_features}"
-    at_narrowest, wider = _TIMED[p.gated, pass_]
-    tokens = at_narrowest if max(widths) == _NARROWEST else wider
+    at_narrowest, wider = _FEWEST_TOKENS[p.gated, pass_]
+    fewest = at_narrowest if max(widths) == _NARROWEST else wider
     call = f"{pass_} {'with' if p.gated else 'without'} a gate at widths of {p.in_features} and {p.out_features}"
-    if tokens is None:
+    if fewest is None:
         return f"is no faster than XLA's {call}, or was not timed there"
-    if p.tokens < tokens.fewest:
-        return f"is no faster than XLA's {call} below {tokens.fewest} tokens, or was not timed there, got {p.tokens}"
-    if tokens.most is not None and p.tokens > tokens.most:
-        return f"is no faster than XLA's {call} beyond {tokens.most} tokens, got {p.tokens}"
+    if p.tokens < fewest:
+        return f"is no faster than XLA's {call} below {fewest} tokens, or was not timed there, got {p.tokens}"
     return None
 
 

@@ -86,9 +86,11 @@ def test_the_choice_is_by_shape_and_epilogue():
     assert chosen(200, 8192, 2048, "plain") == (64, 256, False, 1, 2)  # no second tile of rows; not enough of columns
     assert chosen(1, 8192, 2048, "activate") == (64, 64, True, 1, 1)
     assert chosen(1, 2048, 8192, "plain") == (64, 64, True, 1, 4)
-    assert chosen(512, 2048, 5504, "plain", terms=2) == (64, 256, False, 1, 4)
+    assert chosen(512, 2048, 5504, "plain", terms=2) == (64, 128, False, 1, 2)
     assert chosen(8, 8, 512, "plain") == (64, 64, True, 1, 1)  # too short to be split
-    assert chosen(512, 2048, 5504, "plain") == (64, 256, False, 1, 4)  # 86 steps in four, the last shorter
+    assert chosen(512, 2048, 5504, "plain") == (64, 128, False, 1, 2)
+    assert chosen(384, 2048, 5504, "plain") == (64, 128, False, 1, 2)  # not of 256 in five
+    assert chosen(40, 2048, 5504, "plain") == (64, 64, True, 1, 4)  # 86 steps in four, the last shorter
     assert chosen(200, 64, 64 * 10, "plain") == (64, 64, False, 1, 1)
     assert chosen(2048, 8192, 512, "plain") == (128, 128, True, 1, 1)  # storing is a sizeable part of it
     assert chosen(512, 5504, 2048, "differentiate, gated") == (64, 128, True, 1, 1)  # 2.6 rounds, not 1.3
