@@ -120,18 +120,24 @@ class Policy:
     force: str | None = None
     forbid: frozenset[str] = frozenset()
     strict: bool = False
+    reproducible: bool = True
     recorder: _Recorder | None = None
 
     @classmethod
     def from_environment(cls) -> Policy:
         names = (name.strip() for name in os.environ.get("FAST_LAYERS_FORBID", "").split(","))
-        strict = os.environ.get("FAST_LAYERS_STRICT", "0")
-        if strict not in ("", "0", "1"):
-            raise ValueError(f"FAST_LAYERS_STRICT={strict!r}: must be 0 or 1")
+
+        def flag(name: str, default: str) -> bool:
+            given = os.environ.get(name) or default
+            if given not in ("0", "1"):
+                raise ValueError(f"{name}={given!r}: must be 0 or 1")
+            return given == "1"
+
         return cls(
             force=os.environ.get("FAST_LAYERS_BACKEND") or None,
             forbid=frozenset(name for name in names if name),
-            strict=strict == "1",
+            strict=flag("FAST_LAYERS_STRICT", "0"),
+            reproducible=flag("FAST_LAYERS_REPRODUCIBLE", "1"),
         )
 
 
@@ -143,16 +149,25 @@ class _Recorder:
 _policy = jax.make_user_context(Policy.from_environment())
 
 
-def use_backends(force: str | None = None, *, forbid: Sequence[str] | str = (), strict: bool | None = None) -> Any:
+def use_backends(
+    force: str | None = None,
+    *,
+    forbid: Sequence[str] | str = (),
+    strict: bool | None = None,
+    reproducible: bool | None = None,
+) -> Any:
     """Context manager that steers the choice of backends for every op traced inside it.
 
     Args:
       force: take this backend wherever a call names none (as `implementation=` would), in all ops that have it.
       forbid: never take these.
       strict: if True, a fallback raises ValueError: that is, taking XLA on a GPU where a fused kernel is expected.
+      reproducible: if False, a kernel of ours may add up floats in whatever order its blocks finish, where that is
+        faster; then gradients differ in their last bits from run to run. Only attention's backward on Hopper has such a
+        form. If True, as it is by default, our kernels give the same bits in every run.
 
     What is not given stays as it was: contexts nest. The environment sets the outermost values, read once at import:
-    FAST_LAYERS_BACKEND=name, FAST_LAYERS_FORBID=name,name and FAST_LAYERS_STRICT=1.
+    FAST_LAYERS_BACKEND=name, FAST_LAYERS_FORBID=name,name, FAST_LAYERS_STRICT=1 and FAST_LAYERS_REPRODUCIBLE=0.
     """
     outer = _policy.value
     forbidden = {forbid} if isinstance(forbid, str) else set(forbid)
@@ -161,8 +176,14 @@ def use_backends(force: str | None = None, *, forbid: Sequence[str] | str = (), 
         force=outer.force if force is None else force,
         forbid=outer.forbid | forbidden,
         strict=outer.strict if strict is None else strict,
+        reproducible=outer.reproducible if reproducible is None else reproducible,
     )
     return _policy(policy)
+
+
+def reproducible() -> bool:
+    """Whether kernels must give the same bits in every run, as `use_backends` has it."""
+    return _policy.value.reproducible
 
 
 def plan(op: str, backends: Sequence[Backend], problem: Any, implementation: str | None) -> Plan:

@@ -213,6 +213,19 @@ class TestUseBackends:
         with fast_layers.use_backends(strict=True):
             _loss(X)
 
+    def test_reproducible_reaches_the_kernels_and_nests(self):
+        def asked():
+            (plan,) = fast_layers.explain(_loss, X).plans
+            return plan.problem.reproducible
+
+        assert asked()
+        with fast_layers.use_backends(reproducible=False):
+            assert not asked()
+            with fast_layers.use_backends("xla"):
+                assert not asked()
+            with fast_layers.use_backends(reproducible=True):
+                assert asked()
+
     def test_leaves_the_context_after_an_exception(self):
         outer = dispatch._policy.value
         with pytest.raises(ZeroDivisionError), fast_layers.use_backends("xla"):
@@ -249,8 +262,8 @@ except ValueError as error:
         ({"FAST_LAYERS_BACKEND": "nonsense"}, ["ValueError", "forced backend 'nonsense' is unknown"]),
         ({"FAST_LAYERS_STRICT": "yes"}, ["FAST_LAYERS_STRICT='yes': must be 0 or 1"]),
         (
-            {"FAST_LAYERS_STRICT": "1", "FAST_LAYERS_BACKEND": "", "FAST_LAYERS_FORBID": ""},
-            ["on cpu: xla", "ran"],
+            {"FAST_LAYERS_STRICT": "1", "FAST_LAYERS_BACKEND": "", "FAST_LAYERS_REPRODUCIBLE": "0"},
+            ["on cpu: xla", "sums in any order", "ran"],
         ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from typing import Any
 
-import numpy as np
 from jax import lax
 
 # Half of an H100's or H200's 50 MB, since the two halves of the cache hold copies of what both read.
@@ -39,25 +37,6 @@ class TileOrder:
         within = lax.rem(index, self.group * self.tiles)
         head = lax.div(index, self.group * self.tiles) * self.group + lax.rem(within, self.group)
         return head, lax.div(within, self.group)
-
-
-def share_out(order: TileOrder, costs: np.ndarray, blocks: int) -> np.ndarray:
-    """Work for each of `blocks` persistent blocks, [blocks, 1 + most pieces]: how many pieces, then their indices.
-
-    Each piece in turn goes to the block that is free first, as the hardware's scheduler would do it; `costs` are those
-    of a head's tiles.
-    """
-    costs = np.asarray(costs)[np.arange(order.total) % (order.group * order.tiles) // order.group]
-    free = [(0, block) for block in range(blocks)]
-    work: list[list[int]] = [[] for _ in range(blocks)]
-    for piece, cost in enumerate(costs.tolist()):
-        since, block = free[0]
-        work[block].append(piece)
-        heapq.heapreplace(free, (since + cost, block))
-    shares = np.zeros((blocks, 1 + max(len(pieces) for pieces in work)), np.int32)
-    for block, pieces in enumerate(work):
-        shares[block, : 1 + len(pieces)] = len(pieces), *pieces
-    return shares
 
 
 def snake(turn: Any, block: Any, blocks: int) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hypothesis
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from fast_layers.kernel_parts.tile_order import L2_BUDGET_BYTES, TileOrder, share_out, snake, turns
+from fast_layers.kernel_parts.tile_order import L2_BUDGET_BYTES, TileOrder, snake, turns
 
 
 @st.composite
@@ -53,18 +52,6 @@ def test_a_group_is_what_fits_in_the_cache(heads, sharing, bytes_per_shared, gro
     assert TileOrder.of(heads, 5, sharing, bytes_per_shared).group == group
 
 
-@hypothesis.given(orders(), st.integers(1, 9), st.data())
-def test_each_piece_is_given_to_one_block_and_none_waits_long(order: TileOrder, blocks: int, data):
-    costs = np.array(data.draw(st.lists(st.integers(1, 50), min_size=order.tiles, max_size=order.tiles)))
-    shares = [share[1 : 1 + share[0]] for share in share_out(order, costs, blocks)]
-    np.testing.assert_array_equal(np.sort(np.concatenate(shares)), np.arange(order.total))
-    _, tile = order.locate(jnp.arange(order.total, dtype=jnp.int32))
-    took = [costs[np.asarray(tile)[pieces]].sum() for pieces in shares]
-    # The last piece went to the block that was free first.
-    assert max(took) - min(took) <= costs.max()
-
-
-@jax.jit
 def _indices(turn, block, blocks):
     # `blocks` is static in a kernel; its arithmetic is the same.
     return snake(turn, block, blocks)

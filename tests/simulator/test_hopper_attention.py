@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from selection import some_each_run
 
+import fast_layers
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.ops.attention import api, hopper_bwd, hopper_call, hopper_fwd, reference, tile_mask, xla
 from fast_layers.ops.attention.config import HopperBackwardTiles, HopperForwardTiles
@@ -145,7 +146,7 @@ RAGGED = {
 
 @pytest.mark.parametrize("name", some_each_run(RAGGED, {"grouped heads"}))
 def test_tiles_that_a_mask_cuts_in_a_loop_of_their_own(name):
-    with patched(backward_tiles(HopperBackwardTiles(64, ragged_apart=True, blocks=1))):
+    with patched(backward_tiles(HopperBackwardTiles(64, ragged_apart=True))):
         judged = judge(RAGGED[name])
     assert not judged.faulty, judged.report()
     assert judged.table.ok, judged.report()
@@ -189,6 +190,23 @@ def test_a_broken_input_reaches_who_sees_it_and_nobody_else():
         assert broken.any(), name
         np.testing.assert_array_equal(~np.isfinite(got).all(-1), broken, err_msg=name)
         np.testing.assert_allclose(got[~broken], want[~broken], rtol=2e-2, atol=1e-2, err_msg=name)
+
+
+@pytest.mark.parametrize("depth", [64, pytest.param(160, marks=pytest.mark.exhaustive)])
+def test_sums_in_any_order(depth):
+    """dQ as a sum of floats instead of integers: the same to rounding, and NaN stays where it was."""
+    query, key, value, d_out = (jnp.tile(x, (1, 1, 1, 3))[..., :depth] for x in _draw(batch=1, length=300, heads=1))
+    value = value.at[0, 200, 0, 3].set(jnp.nan)
+    got = {}
+    for reproducible in (True, False):
+        with fast_layers.use_backends(reproducible=reproducible):
+            inputs, aux, options, _ = api._prepare(query, key, value, is_causal=True)
+            got[reproducible] = _simulated(options.problem(inputs, aux), inputs, aux, d_out)
+    for (path, exact), free in zip(jax.tree.leaves_with_path(got[True]), jax.tree.leaves(got[False]), strict=True):
+        np.testing.assert_allclose(
+            *(np.asarray(x, np.float32) for x in (free, exact)), 2e-3, 2e-3, err_msg=jax.tree_util.keystr(path)
+        )
+    assert np.isnan(np.asarray(got[False][2].query, np.float32)).any()
 
 
 class TestVmap:
@@ -251,7 +269,6 @@ class TestVmap:
 FORWARD_CASE = Case(batch=1, q_len=384, kv_len=384, heads=2, kv_heads=2)
 FORWARD_TILES = forward_tiles(HopperForwardTiles(2, 64, blocks=1))
 MASKED = dataclasses.replace(FORWARD_CASE, heads=1, kv_heads=1, documents=(100, 200, 84))
-POISONED = dataclasses.replace(MASKED, documents=(100, 200), poisoned_padding=True)
 TWO_DEPTHS = dataclasses.replace(FORWARD_CASE, q_len=256, v_dim=128)
 
 FORWARD_FAULTS = {
@@ -269,9 +286,8 @@ FORWARD_FAULTS = {
     "store's read not awaited": (FORWARD_CASE, StandIn("read wait_smem_to_gmem"), "read of SMEM"),
     "store's read not awaited, own slot": (TWO_DEPTHS, StandIn("read wait_smem_to_gmem"), "read of SMEM"),
     "store not awaited": (FORWARD_CASE, StandIn("wait_smem_to_gmem", "read wait_smem_to_gmem"), ""),
-    "mended before it arrives": (POISONED, StandIn("barrier_wait kv_arrived"), "read of SMEM"),
-    "mending not committed": (POISONED, StandIn("commit_smem #1"), ""),
-    "verdict not awaited": (MASKED, StandIn("barrier_wait judged"), "read of SMEM"),
+    "mended before it arrives": (MASKED, StandIn("barrier_wait kv_arrived"), "read of SMEM"),
+    "mending not committed": (MASKED, StandIn("commit_smem #1"), ""),
 }
 BACKWARD_CASE = Case(batch=1, q_len=768, kv_len=256, heads=1, kv_heads=1)
 MASKED_BACKWARD = dataclasses.replace(
@@ -280,8 +296,7 @@ MASKED_BACKWARD = dataclasses.replace(
 COLUMNS = dataclasses.replace(BACKWARD_CASE, q_len=384, kv_len=128, qk_dim=128, v_dim=128)
 
 BACKWARD_FAULTS = {
-    "keys not awaited": (BACKWARD_CASE, StandIn("barrier_wait k_ready"), "read of SMEM"),
-    "values not awaited": (BACKWARD_CASE, StandIn("barrier_wait v_ready"), "read of SMEM"),
+    "keys not awaited": (BACKWARD_CASE, StandIn("barrier_wait kv_ready"), "read of SMEM"),
     "queries not awaited": (BACKWARD_CASE, StandIn("barrier_wait q_ready"), "read of SMEM"),
     "d_out not awaited": (BACKWARD_CASE, StandIn("barrier_wait d_out_ready"), "read of SMEM"),
     "queries overwritten": (BACKWARD_CASE, StandIn("barrier_wait q_consumed"), "write of SMEM"),
@@ -332,19 +347,9 @@ BACKWARD_EACH_RUN = {
 }
 
 
-# A persistent block of the backward: what one piece leaves behind for the next.
-PIECES = Case(batch=1, q_len=256, kv_len=512, heads=1, kv_heads=1)
-PIECES_TILES = backward_tiles(HopperBackwardTiles(128, blocks=1))
-PIECES_FAULTS = {
-    "keys overwritten": (PIECES, StandIn("barrier_wait k_consumed"), "write of SMEM"),
-    "values overwritten": (PIECES, StandIn("barrier_wait v_consumed"), "write of SMEM"),
-    "dK's and dV's slots overwritten": (PIECES, StandIn("read wait_smem_to_gmem"), "write of SMEM"),
-}
-
-
 def _run(module, case, stand_in):
     pass_ = "forward" if module is hopper_fwd else "backward"
-    with changed(module, stand_in, FORWARD_TILES, *((PIECES_TILES,) if case is PIECES else ())):
+    with changed(module, stand_in, FORWARD_TILES):
         return judge(case, supports=only(pass_), timeout=20.0)
 
 
@@ -354,12 +359,10 @@ def _run(module, case, stand_in):
         pytest.param(hopper_fwd, FORWARD_CASE, id="forward"),
         # As in test_blocks_that_take_several_tiles.
         pytest.param(hopper_fwd, MASKED, id="masked", marks=pytest.mark.exhaustive),
-        pytest.param(hopper_fwd, POISONED, id="poisoned", marks=pytest.mark.exhaustive),
         pytest.param(hopper_fwd, TWO_DEPTHS, id="two depths", marks=pytest.mark.exhaustive),
         pytest.param(hopper_bwd, BACKWARD_CASE, id="backward"),
         pytest.param(hopper_bwd, MASKED_BACKWARD, id="backward masked"),
         pytest.param(hopper_bwd, COLUMNS, id="columns", marks=pytest.mark.exhaustive),
-        pytest.param(hopper_bwd, PIECES, id="several pieces", marks=pytest.mark.exhaustive),
     ],
 )
 def test_without_a_fault_nothing_is_found(module, case):
@@ -384,11 +387,6 @@ def _found(module, fault, faults):
 @pytest.mark.parametrize("fault", some_each_run(FORWARD_FAULTS, FORWARD_EACH_RUN))
 def test_planted_fault_of_the_forward_is_found(fault):
     _found(hopper_fwd, fault, FORWARD_FAULTS)
-
-
-@pytest.mark.parametrize("fault", some_each_run(PIECES_FAULTS, {"values overwritten"}))
-def test_planted_fault_between_pieces_of_the_backward_is_found(fault):
-    _found(hopper_bwd, fault, PIECES_FAULTS)
 
 
 @pytest.mark.parametrize("fault", some_each_run(BACKWARD_FAULTS, BACKWARD_EACH_RUN))

@@ -162,6 +162,7 @@ class _Options:
     softcap: float | None
     dropout_rate: float
     precision: Any
+    reproducible: bool = True
     lse_returned: bool = False
 
     def problem(self, inputs: Inputs, aux: Aux) -> Problem:
@@ -262,7 +263,13 @@ def _prepare(
     if form.dense is not None:
         _check_heads("mask", form.dense, heads)
     rate = _check_dropout(dropout_rate, dropout_rng)
-    options = _Options(_check_scale(scale, qk_dim), _check_softcap(softcap), rate, _check_precision(precision))
+    options = _Options(
+        _check_scale(scale, qk_dim),
+        _check_softcap(softcap),
+        rate,
+        _check_precision(precision),
+        dispatch.reproducible(),
+    )
     query, key, value = (x.reshape(-1 if batch else 1, *x.shape[-3:]) for x in (query, key, value))
     seed = make_seed(dropout_rng, query.shape[0], heads, broadcast=broadcast_dropout) if rate else None
     return Inputs(query, key, value, bias, sinks), Aux(form, seed), options, batch

@@ -135,13 +135,12 @@ class HopperForwardTiles:
         return {1: 208, 2: 56, 3: 32}[self.compute_wgs]
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
-        """Of 16-bit tiles, and of a float32 one where keys are split; row vectors come in whole KiB, then barriers."""
+        """Of 16-bit tiles, and of a float32 one where keys are split; barriers, lse and sums take the last 2 KiB."""
         qk_dim, v_dim = (-(-depth // 16) * 16 for depth in (qk_dim, v_dim))
         out_bytes = 4 if self.splits > 1 else 0 if qk_dim == v_dim else 2
         keys = self.stages * self.kv_tile
         inputs = 2 * ((self.q_slots * self.q_tile + keys) * qk_dim + keys * v_dim)
-        rows = -(-self.compute_wgs // 2) << 10
-        return inputs + out_bytes * self.q_tile * v_dim + rows + (3 << 9)
+        return inputs + out_bytes * self.q_tile * v_dim + 2048
 
     @classmethod
     def of(cls, problem: Problem, measured: HopperForwardTiles | None = None) -> HopperForwardTiles:
@@ -206,21 +205,18 @@ class HopperBackwardTiles:
     """The backward kernel's shape: `q_tile` queries a step, `stages` slots for queries and output gradients each.
 
     `ragged_apart`: the tiles that a mask cuts through have a loop of their own, instead of a branch in the one loop.
-    That is more code, which pays for many tiles. `blocks` of a persistent grid, 0 for one block per tile of keys.
+    That is more code, which pays for many tiles.
     """
 
     q_tile: int
     stages: int = 2
     ragged_apart: bool = False
-    blocks: int = 0
 
     def __post_init__(self):
         if self.q_tile not in (64, 128):
             raise ValueError(f"{self.q_tile=} must be 64 or 128: two warpgroups share dQ's tile of 64 or 128 rows")
         if self.stages < 1:
             raise ValueError(f"{self.stages=} must be at least 1")
-        if self.blocks < 0:
-            raise ValueError(f"{self.blocks=} must be at least 0")
 
     @property
     def depth_multiple(self) -> int:
@@ -231,29 +227,20 @@ class HopperBackwardTiles:
     def kv_tile(self) -> int:
         return 128
 
-    @property
-    def key_slots(self) -> int:
-        """A persistent block loads the next piece's keys while it ends the last."""
-        return 2 if self.blocks else 1
-
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
-        """Of 16-bit tiles, and of dQ's in 32 bits; barriers and row vectors take less than the last 3 KiB."""
+        """Of 16-bit tiles, and of dQ's in 32 bits; barriers and row vectors take less than the last 4 KiB."""
         qk_dim, v_dim = -(-qk_dim // self.depth_multiple) * self.depth_multiple, -(-v_dim // 16) * 16
-        keys = 2 * self.kv_tile * (self.key_slots * qk_dim + v_dim)
-        queries = 2 * self.stages * self.q_tile * (qk_dim + v_dim)
+        inputs = 2 * (self.kv_tile + self.stages * self.q_tile) * (qk_dim + v_dim)
         d_scores, d_query = 2 * 2 * self.q_tile * self.kv_tile, 4 * self.q_tile * qk_dim
-        return keys + queries + d_scores + d_query + (3 << 10)
+        return inputs + d_scores + d_query + (4 << 10)
 
     @classmethod
     def of(cls, problem: Problem) -> HopperBackwardTiles:
-        p, mask = problem, problem.mask
-        # A persistent block's share is dealt out before documents' lengths are known.
-        known = not mask.segments and (mask.lengths_only or not mask.interval_arrays)
-        blocks = HOPPER_SMS if known and not p.per_score else 0
-        if max(p.qk_dim, p.v_dim) <= 64:
-            return cls(128, blocks=blocks)
-        cut = mask.interval_arrays or (mask.band is not None and (mask.band.low is not None or p.q_len > _FEW_QUERIES))
-        return cls(64, ragged_apart=bool(cut) and p.softcap is None and not p.per_score, blocks=blocks)
+        p, band = problem, problem.mask.band
+        causal = band is not None and band.low is None and not problem.mask.interval_arrays
+        shallow = max(p.qk_dim, p.v_dim) <= 64
+        worth_it = causal and p.group == 1 and not (shallow and p.q_len > _FEW_QUERIES)
+        return cls(128 if shallow else 64, ragged_apart=worth_it and p.softcap is None and not p.per_score)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,32 +157,24 @@ class Work:
             return Piece(example, head, q_index, example, span)
         return Piece(example, head, q_index, example * splits + split, span.part(split, splits))
 
-    def each_piece(
-        self, mask: TileMask, role: Callable[..., Any], without_keys=lambda _: None, turn: Any = 0, steps: Any = 0
-    ) -> tuple[Any, Any]:
-        """`role(piece, turn, steps)` for all of the block's pieces; `steps` counts the key tiles before them.
-
-        Counts go on from `turn` and `steps`, and are returned.
-        """
-        first_turn, steps = jnp.int32(turn), jnp.int32(steps)
-        # Plus a 0 that compilers cannot know: what depends on the block then stays inside a loop over passes.
-        block = lax.axis_index("block") + jnp.minimum(steps, 0)
+    def each_piece(self, mask: TileMask, role: Callable[..., Any], without_keys=lambda _: None) -> None:
+        """`role(piece, turn, steps)` for all of the block's pieces; `steps` counts the key tiles before them."""
 
         def take(turn, steps):
-            taken = self.piece(mask, snake(turn, block, self.blocks))
-            role(taken, first_turn + turn, steps)
+            taken = self.piece(mask, snake(turn, lax.axis_index("block"), self.blocks))
+            role(taken, turn, steps)
             return steps + taken.span.last - taken.span.first
 
         if self.blocks < self.order.total:
-            all_turns = turns(self.order.total, block, self.blocks)
-            return first_turn + all_turns, lax.fori_loop(0, all_turns, take, steps)
-        if self.tiles.splits == 1:
-            return first_turn + 1, take(jnp.int32(0), steps)
-        taken = self.piece(mask, block)
-        has_keys = taken.span.first < taken.span.last
-        pl.when(has_keys)(lambda: role(taken, first_turn, steps))
-        pl.when(~has_keys)(lambda: without_keys(taken))
-        return first_turn + 1, steps + taken.span.last - taken.span.first
+            all_turns = turns(self.order.total, lax.axis_index("block"), self.blocks)
+            lax.fori_loop(0, all_turns, take, jnp.int32(0))
+        elif self.tiles.splits == 1:
+            take(jnp.int32(0), jnp.int32(0))
+        else:
+            taken = self.piece(mask, lax.axis_index("block"))
+            has_keys = taken.span.first < taken.span.last
+            pl.when(has_keys)(lambda: role(taken, jnp.int32(0), jnp.int32(0)))
+            pl.when(~has_keys)(lambda: without_keys(taken))
 
     def combine(self, out: Array, lse: Array, group: int) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
         """The results of all parts of the keys, for `group` heads that were packed into rows."""
@@ -197,13 +189,8 @@ class Work:
         return out, packed_heads.unpack_lse(lse, group)
 
 
-def load(
-    work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, steps, looks_at_values: Any = True
-) -> None:
-    """The load warpgroup's part: K, Q and V in the order in which they are needed; `s` is the kernel's scratch.
-
-    `looks_at_values`: whether to mend those of ragged tiles that are broken.
-    """
+def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, steps) -> None:
+    """The load warpgroup's part: K, Q and V in the order in which they are needed; `s` is the kernel's scratch."""
     example, head, q_index, _, span = piece
     tiles, kv_head = work.tiles, lax.div(head, work.problem.group)
     parts = tiles.q_tile // work.rows
@@ -225,7 +212,7 @@ def load(
         keys = pl.ds(j * tiles.kv_tile, tiles.kv_tile)
         k_ref, v_ref = inputs.key.at[example, keys, kv_head], inputs.value.at[example, keys, kv_head]
         k_slot, v_slot = s.k_slots.at[slot], s.v_slots.at[slot]
-        mends = span.ragged(j) & looks_at_values if mask.hides_real_keys else None
+        mends = span.ragged(j) if mask.hides_real_keys else None
 
         def copy(ref, slot_ref, ready):
             if mends is None:

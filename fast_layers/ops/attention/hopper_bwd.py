@@ -19,6 +19,7 @@ Q and dO into the ring as ever. dV leaves through the memory of dS, dK through t
 Both warpgroups need all 128 keys' dS for dQ, so they exchange it through shared memory. Blocks add their dQ to one
 array by TMA, in whatever order they come. So that array holds integers: sums of integers do not depend on the order,
 and every run gives the same bits. Each row has its own unit, a power of two, from a bound on what the row can sum to.
+Where the bits may change from run to run (`Problem.reproducible`), it holds floats, and rows have no units.
 
 Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
 """
@@ -31,7 +32,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -41,7 +41,7 @@ from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
-from fast_layers.kernel_parts.tile_order import TileOrder, share_out
+from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention import tuned
 from fast_layers.ops.attention.config import (
     HOPPER_SMS,
@@ -80,8 +80,8 @@ class Operands(NamedTuple):
     d_out: Float[Array, "B T N V"]
     lse: Float[Array, "B N T"]
     delta: Float[Array, "B N T"]
-    units: Float[Array, "B N T"]
-    """How many of dQ's integers make 1."""
+    units: Float[Array, "B N T"] | None
+    """How many of dQ's integers make 1; None where dQ is summed in floats."""
     mask: RowMask | None
     q_span: Int[Array, "B|1 J 4"] | None
     """Per tile of keys: the query tiles that see some of it, then those of which all rows see all; both half-open."""
@@ -132,7 +132,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         pad_for_tma(d_out, tiles.q_tile, v_dim),
         pad_axis(start, whole, 2, -jnp.inf),
         pad_axis(-finite_or_zero(delta), whole, 2),
-        pad_axis(units, whole, 2, 1.0),
+        pad_axis(units, whole, 2, 1.0) if p.reproducible else None,
         mask,
         None if mask is None else _query_span(p, mask, tiles.q_tile, tiles.kv_tile),
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile, keys_first=True),
@@ -141,7 +141,8 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     )
     d_query, d_key, d_value = over_batch(functools.partial(launch, tiles), SHARED)(p, operands)
     # Integers know no NaN; a row that starts from NaN has one in every weight.
-    to_float = jnp.where(jnp.isnan(start), jnp.nan, p.scale / units).swapaxes(1, 2)[..., None]
+    to_float = jnp.where(jnp.isnan(start), jnp.nan, p.scale / (units if p.reproducible else 1.0))
+    to_float = to_float.swapaxes(1, 2)[..., None]
     return Inputs(
         query=(d_query[:, : p.q_len, :, : p.qk_dim].astype(jnp.float32) * to_float).astype(p.dtype),
         key=d_key[:, : p.kv_len, :, : p.qk_dim],
@@ -246,17 +247,6 @@ def piece_order(p: Problem, kv_tiles: int, bytes_per_head: int) -> TileOrder:
     return dataclasses.replace(order, group=next(enough, heads))
 
 
-def _most_steps(p: Problem, q_tile: int) -> np.ndarray:
-    """Of each tile of keys, by the band alone; without it every query may see every key."""
-    band, k_start = p.mask.band, np.arange(-(-p.kv_len // KV_TILE)) * KV_TILE
-    first, last = np.zeros_like(k_start), np.full_like(k_start, p.q_len)
-    if band is not None and band.high is not None:
-        first = np.clip(k_start - band.high, 0, p.q_len)
-    if band is not None and band.low is not None:
-        last = np.clip(k_start + KV_TILE - band.low, 0, p.q_len)
-    return p.group * np.maximum(-(-last // q_tile) - first // q_tile, 0)
-
-
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
@@ -269,108 +259,53 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     panels = 1 if by_rows else WARPGROUPS
     panel = qk_dim // panels
     order = piece_order(p, kv_tiles, p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim))
-    persistent = 0 < tiles.blocks < order.total
-    key_slots = tiles.key_slots if persistent else 1
-    schedule = jnp.asarray(share_out(order, 1 + _most_steps(p, q_tile), tiles.blocks)) if persistent else None
-    # dV leaves through dS' memory, in columns of 64, so that the next piece's values need not wait for that.
-    v_leaves_as_scores = v_dim % ROWS == 0
-    arrays, tree = jax.tree.flatten((operands, schedule))
+    arrays, tree = jax.tree.flatten(operands)
 
     def attention_backward(*refs, **scratch):
-        inputs, schedule_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         d_query_ref, d_key_ref, d_value_ref = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, q_tile, KV_TILE, inputs.mask, logits)
         s = _Scratch(**scratch)
 
-        def each_piece(do):
-            """do(turn, piece, how many steps were done before): in turn; the `turn` is None for a block's only one."""
-            if not persistent:
-                do(None, _Piece.of(p, tiles, order, mask, inputs, block), 0)
-                return
-
-            def take(turn, done):
-                piece = _Piece.of(p, tiles, order, mask, inputs, schedule_ref[block, 1 + turn])
-                do(turn, piece, done)
-                return done + piece.steps
-
-            lax.fori_loop(0, schedule_ref[block, 0], take, jnp.int32(0))
+        piece = _Piece.of(p, tiles, order, mask, inputs, block)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _load():
             plgpu.set_max_registers(24, action="decrease")
-            each_piece(functools.partial(load, inputs, s))
+            load(inputs, s, piece)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(240, action="increase")
-
-            def gradients(turn, piece, done):
-                key_slot = 0 if turn is None else lax.rem(turn, key_slots)
-                if turn is not None:
-
-                    @pl.when(turn > 0)
-                    def _left():
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        plgpu.barrier_arrive(s.k_consumed.at[lax.rem(turn - 1, key_slots)])
-                        if not v_leaves_as_scores:
-                            plgpu.barrier_arrive(s.v_consumed)
-
-                keys = pl.ds(piece.kv_index * KV_TILE + warpgroup * ROWS, ROWS)
-                d_key, d_value = compute(
-                    inputs, s, mask, logits, d_query_ref, piece, keys.start, key_slot, done, warpgroup
-                )
-                if turn is not None and v_leaves_as_scores:
-                    plgpu.barrier_arrive(s.v_consumed)
-                if p.dropout_rate:
-                    d_value = d_value * logits.survived
-                d_key, d_value = (d_key * p.scale).astype(p.dtype), d_value.astype(p.dtype)
-                own = pl.ds(warpgroup * ROWS, ROWS)
-                stores = [
-                    (d_key, d_key_ref, panel, [s.k_slots.at[key_slot, i, own] for i in range(panels)]),
-                    (d_value, d_value_ref, v_dim, [s.v_slot.at[warpgroup]]),
-                ]
-                if v_leaves_as_scores:
-                    parts = q_tile // ROWS
-                    columns = [s.d_scores.at[i // parts, i % parts, own] for i in range(v_dim // ROWS)]
-                    stores[1] = (d_value, d_value_ref, ROWS, columns)
-                for x, _, width, slots in stores:
-                    for i, slot in enumerate(slots):
-                        slot[...] = x[:, i * width : (i + 1) * width]
-                plgpu.commit_smem()
-                for _, ref, width, slots in stores:
-                    for i, slot in enumerate(slots):
-                        to = ref.at[piece.example, keys, piece.kv_head, pl.ds(i * width, width)]
-                        plgpu.copy_smem_to_gmem(slot, to)
-
-            each_piece(gradients)
+            keys = pl.ds(piece.kv_index * KV_TILE + warpgroup * ROWS, ROWS)
+            d_key, d_value = compute(inputs, s, mask, logits, d_query_ref, piece, keys.start, warpgroup)
+            if p.dropout_rate:
+                d_value = d_value * logits.survived
+            d_key = (d_key * p.scale).astype(p.dtype)
+            own = pl.ds(warpgroup * ROWS, ROWS)
+            for i in range(panels):
+                s.k_slot[i, own] = d_key[:, i * panel : (i + 1) * panel]
+            s.v_slot[warpgroup] = d_value.astype(p.dtype)
+            plgpu.commit_smem()
+            for i in range(panels):
+                to = d_key_ref.at[piece.example, keys, piece.kv_head, pl.ds(i * panel, panel)]
+                plgpu.copy_smem_to_gmem(s.k_slot.at[i, own], to)
+            plgpu.copy_smem_to_gmem(s.v_slot.at[warpgroup], d_value_ref.at[piece.example, keys, piece.kv_head])
             plgpu.wait_smem_to_gmem(0)
 
-    def load(inputs: Any, s: _Scratch, turn, piece: _Piece, done):
+    def load(inputs: Any, s: _Scratch, piece: _Piece):
         example, kv_head, k_start = piece.example, piece.kv_head, piece.kv_index * KV_TILE
-        key_slot = 0 if turn is None else lax.rem(turn, key_slots)
-        if turn is not None:
-
-            @pl.when(turn >= key_slots)
-            def _wait_k():
-                plgpu.barrier_wait(s.k_consumed.at[key_slot])
-
         for i in range(panels):
             key = inputs.key.at[example, pl.ds(k_start, KV_TILE), kv_head, pl.ds(i * panel, panel)]
-            plgpu.copy_gmem_to_smem(key, s.k_slots.at[key_slot, i], s.k_ready.at[key_slot])
-        if turn is not None:
-
-            @pl.when(turn > 0)
-            def _wait_v():
-                plgpu.barrier_wait(s.v_consumed)
-
+            plgpu.copy_gmem_to_smem(key, s.k_slot.at[i], s.kv_ready)
         for i in range(WARPGROUPS):
             value = inputs.value.at[example, pl.ds(k_start + i * ROWS, ROWS), kv_head]
-            plgpu.copy_gmem_to_smem(value, s.v_slot.at[i], s.v_ready)
+            plgpu.copy_gmem_to_smem(value, s.v_slot.at[i], s.kv_ready)
 
         def load_queries(step, _):
-            head, q_index = piece.place(step - done)
+            head, q_index = piece.place(step)
             slot, rows = lax.rem(step, ring), pl.ds(q_index * q_tile, q_tile)
 
             @pl.when(step >= ring)
@@ -387,9 +322,10 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             ready = s.d_out_ready.at[slot]
             plgpu.copy_gmem_to_smem(inputs.d_out.at[example, rows, head], s.d_out_slots.at[slot], ready)
             plgpu.copy_gmem_to_smem(inputs.delta.at[example, head, rows], s.row_slots.at[DELTA, slot], ready)
-            plgpu.copy_gmem_to_smem(inputs.units.at[example, head, rows], s.row_slots.at[UNITS, slot], ready)
+            if inputs.units is not None:
+                plgpu.copy_gmem_to_smem(inputs.units.at[example, head, rows], s.row_slots.at[UNITS, slot], ready)
 
-        lax.fori_loop(done, done + piece.steps, load_queries, None)
+        lax.fori_loop(0, piece.steps, load_queries, None)
 
     def compute(
         inputs: Any,
@@ -399,16 +335,13 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         d_query_ref,
         piece: _Piece,
         k_start,
-        key_slot,
-        done,
         warpgroup,
     ):
         own = pl.ds(warpgroup * ROWS, ROWS)
         example = piece.example
-        key = [s.k_slots.at[key_slot, i, own] for i in range(panels)]
+        key = [s.k_slot.at[i, own] for i in range(panels)]
         value = s.v_slot.at[warpgroup]
-        plgpu.barrier_wait(s.k_ready.at[key_slot])
-        plgpu.barrier_wait(s.v_ready)
+        plgpu.barrier_wait(s.kv_ready)
         if mask.hides:
 
             @pl.when(inputs.broken_keys[example, piece.kv_head] != 0)
@@ -489,7 +422,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             head, q_index = piece.place(step)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             slot = s.d_query_slots.at[warpgroup]
-            slot[...] = (d_query * lax.broadcast_in_dim(units, d_query.shape, [0])).astype(jnp.int32)
+            slot[...] = as_summed(d_query, units)
             plgpu.commit_smem()
             columns = pl.ds(0 if by_rows else warpgroup * panel, panel)
             to = d_query_ref.at[example, pl.ds(q_index * q_tile + first_row, ROWS), head, columns]
@@ -497,19 +430,22 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
 
         def multiply_d_query(acc, buffer):
             mine, columns = (warpgroup, 0) if by_rows else (0, warpgroup)
-            plgpu.wgmma(acc, s.d_scores.at[buffer, mine].T, s.k_slots.at[key_slot, columns])
+            plgpu.wgmma(acc, s.d_scores.at[buffer, mine].T, s.k_slot.at[columns])
 
         def over_queries(d_key, d_value):
             def step(i, units_before, hides):
                 slot, buffer = lax.rem(i, ring), lax.rem(i, 2)
                 query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
-                head, q_index = piece.place(i - done)
+                head, q_index = piece.place(i)
                 weights, kept, d_weights = pl.run_scoped(
                     functools.partial(weights_and_gradients, slot=slot, head=head, q_index=q_index, hides=hides),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                 )
-                units = plgpu.load(s.row_slots.at[UNITS, slot, pl.ds(first_row, ROWS)], layout=BY_ROW, optimized=False)
+                units = None
+                if p.reproducible:
+                    of_tile = s.row_slots.at[UNITS, slot, pl.ds(first_row, ROWS)]
+                    units = plgpu.load(of_tile, layout=BY_ROW, optimized=False)
                 plgpu.wgmma(d_value, kept.astype(p.dtype), d_out)
                 d_scores = (weights * d_weights).astype(p.dtype)
 
@@ -529,7 +465,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 d_query = pl.run_scoped(d_query_and_key, plgpu.WGMMAAccumulatorRef((ROWS, panel), jnp.float32))
                 plgpu.barrier_arrive(s.d_out_consumed.at[slot])
                 plgpu.barrier_arrive(s.scores_consumed.at[1 - buffer])
-                add_d_query(d_query, units_before, jnp.maximum(i - 1 - done, 0), i > done)
+                add_d_query(d_query, units_before, jnp.maximum(i - 1, 0), i > 0)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(s.q_consumed.at[slot])
                 return units
@@ -544,20 +480,19 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 def some(begin, end, units, hides):
                     return lax.fori_loop(begin, end, functools.partial(step, hides=hides), units)
 
-                end = done + piece.steps
                 if not piece.ragged_apart:
-                    return some(done, end, units, mask.hides)
+                    return some(0, piece.steps, units, mask.hides)
                 # A branch between products would keep ptxas from overlapping them.
-                ragged_end = done + piece.ragged_steps
-                return some(ragged_end, end, some(done, ragged_end, units, True), False)
+                units = some(0, piece.ragged_steps, units, True)
+                return some(piece.ragged_steps, piece.steps, units, False)
 
             @pl.when(piece.steps > 0)
             def _all_steps():
                 # The step before the first has no scores: its dQ, of whatever stands there, is added to nothing.
-                plgpu.barrier_arrive(s.scores_ready.at[1 - lax.rem(done, 2)])
-                any_units = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), BY_ROW)
+                plgpu.barrier_arrive(s.scores_ready.at[1])
+                any_units = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), BY_ROW) if p.reproducible else None
                 units = each_step(any_units)
-                buffer = lax.rem(done + piece.steps - 1, 2)
+                buffer = lax.rem(piece.steps - 1, 2)
                 plgpu.barrier_wait(s.scores_ready.at[buffer])
 
                 def last(acc):
@@ -581,30 +516,27 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         return lax.broadcast_in_dim(x, (ROWS, q_tile), [1])
 
     scratch = {
-        "k_slots": smem_tile(key_slots, panels, KV_TILE, panel, dtype=p.dtype),
+        "k_slot": smem_tile(panels, KV_TILE, panel, dtype=p.dtype),
         "v_slot": smem_tile(WARPGROUPS, ROWS, v_dim, dtype=p.dtype),
         "q_slots": smem_tile(ring, q_tile, qk_dim, dtype=p.dtype),
         "d_out_slots": smem_tile(ring, q_tile, v_dim, dtype=p.dtype),
         "d_scores": smem_tile(2, q_tile // ROWS, KV_TILE, ROWS, dtype=p.dtype),
-        "d_query_slots": smem_tile(WARPGROUPS, ROWS, panel, dtype=jnp.int32),
-        "row_slots": plgpu.SMEM((3, ring, q_tile), jnp.float32),
-        "k_ready": plgpu.Barrier(num_arrivals=panels, num_barriers=key_slots),
-        "k_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=key_slots),
-        "v_ready": plgpu.Barrier(num_arrivals=WARPGROUPS),
-        "v_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "d_query_slots": smem_tile(WARPGROUPS, ROWS, panel, dtype=summed_dtype(p)),
+        "row_slots": plgpu.SMEM((2 + p.reproducible, ring, q_tile), jnp.float32),
+        "kv_ready": plgpu.Barrier(num_arrivals=panels + WARPGROUPS),
         "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=ring),
-        "d_out_ready": plgpu.Barrier(num_arrivals=3, num_barriers=ring),
+        "d_out_ready": plgpu.Barrier(num_arrivals=2 + p.reproducible, num_barriers=ring),
         "q_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
         "d_out_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
         "queries_mended": plgpu.Barrier(num_arrivals=WARPGROUPS),
         "scores_ready": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
         "scores_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
     }
-    d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), jnp.int32))
+    d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p)))
     d_key, d_value = plgpu.kernel(
         attention_backward,
         out_type=tuple(jax.ShapeDtypeStruct((p.batch, kv_rows, p.kv_heads, dim), p.dtype) for dim in (qk_dim, v_dim)),
-        grid=(tiles.blocks if persistent else order.total,),
+        grid=(order.total,),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
@@ -673,6 +605,17 @@ class _Piece(NamedTuple):
         return head, jnp.where(is_ragged, ragged, self.full[0] + place)
 
 
+def summed_dtype(p: Problem) -> Any:
+    """Of dQ, while blocks add to it."""
+    return jnp.int32 if p.reproducible else jnp.float32
+
+
+def as_summed(d_query: Float[Array, "t c"], units: Float[Array, " t"] | None) -> Array:
+    if units is None:
+        return d_query
+    return (d_query * lax.broadcast_in_dim(units, d_query.shape, [0])).astype(jnp.int32)
+
+
 def make_finite(tile: Any) -> None:
     """Zeros in place of NaN and inf, one column of swizzled tiles at a time to spare registers."""
     columns = swizzled_columns(tile.shape[1], tile.dtype)
@@ -685,17 +628,14 @@ def make_finite(tile: Any) -> None:
 class _Scratch(NamedTuple):
     """What a block holds in shared memory: tiles, and the barriers named after the event that they wait for."""
 
-    k_slots: Any
+    k_slot: Any
     v_slot: Any
     q_slots: Any
     d_out_slots: Any
     d_scores: Any
     d_query_slots: Any
     row_slots: Any
-    k_ready: Any
-    k_consumed: Any
-    v_ready: Any
-    v_consumed: Any
+    kv_ready: Any
     q_ready: Any
     d_out_ready: Any
     q_consumed: Any

@@ -35,7 +35,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.ops.attention.config import HopperDeepBackwardTiles
-from fast_layers.ops.attention.hopper_bwd import BY_QUERY, BY_ROW, Operands, folds_lse, make_finite, piece_order
+from fast_layers.ops.attention.hopper_bwd import (
+    BY_QUERY,
+    BY_ROW,
+    Operands,
+    as_summed,
+    folds_lse,
+    make_finite,
+    piece_order,
+    summed_dtype,
+)
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
@@ -48,7 +57,7 @@ COMPUTE_WGS = 2
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
-    """(d_query in integers of 1 / units without the scale, d_key, d_value), padded as the operands are."""
+    """(d_query without the scale, as `as_summed` has it, d_key, d_value), padded as the operands are."""
     _, q_rows, _, qk_dim = operands.query.shape
     _, kv_rows, _, v_dim = operands.value.shape
     q_tile, kv_tile, panel = tiles.q_tile, tiles.kv_tile, tiles.depth_multiple
@@ -66,7 +75,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, q_tile, kv_tile, inputs.mask, logits)
-        s = _Scratch(**scratch)
+        s = _Scratch(**{"units_slots": None, **scratch})
         head, kv_index = order.locate(block)
         example, kv_head = lax.div(head, p.kv_heads), lax.rem(head, p.kv_heads)
         k_start = kv_index * kv_tile
@@ -80,7 +89,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             return kv_head * p.group + turn, first + step - turn * per_head
 
         def load_units(slot):
-            return plgpu.load(s.units_slots.at[slot], layout=BY_ROW, optimized=False)
+            return plgpu.load(s.units_slots.at[slot], layout=BY_ROW, optimized=False) if p.reproducible else None
 
         def add_to_d_query(step, d_query, units, wg, index):
             """Adds the `index`-th of a warpgroup's panels of dQ, through shared memory."""
@@ -88,7 +97,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             slots = min(tiles.d_query_slots, len(own))
             slot = s.d_query_slots.at[wg, index % slots]
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-            slot[...] = (d_query * lax.broadcast_in_dim(units, d_query.shape, [0])).astype(jnp.int32)
+            slot[...] = as_summed(d_query, units)
             plgpu.commit_smem()
             head, q_index = place(step)
             to = d_query_ref.at[example, pl.ds(q_index * q_tile, q_tile), head, pl.ds(own[index], panel)]
@@ -152,7 +161,9 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         def load_queries(step, _):
             head, q_index = place(step)
             rows = pl.ds(q_index * q_tile, q_tile)
-            by_row = ((inputs.lse, s.lse_slots),), ((inputs.delta, s.delta_slots), (inputs.units, s.units_slots))
+            by_row = [(inputs.lse, s.lse_slots)], [(inputs.delta, s.delta_slots)]
+            if inputs.units is not None:
+                by_row[1].append((inputs.units, s.units_slots))
             for source, slots, row_vectors, ready, consumed, ring in (
                 (inputs.query, s.q_slots, by_row[0], s.q_ready, s.q_consumed, tiles.q_slots),
                 (inputs.d_out, s.d_out_slots, by_row[1], s.d_out_ready, s.d_out_consumed, tiles.d_out_slots),
@@ -385,13 +396,13 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         "d_out_slots": smem_tile(tiles.d_out_slots, q_tile, v_dim, dtype=p.dtype),
         "weights": smem_tile(kv_tile, q_tile, dtype=tiles.weights_dtype(p)),
         "d_scores": smem_tile(kv_tile, q_tile, dtype=p.dtype),
-        "d_query_slots": smem_tile(COMPUTE_WGS, tiles.d_query_slots, q_tile, panel, dtype=jnp.int32),
+        "d_query_slots": smem_tile(COMPUTE_WGS, tiles.d_query_slots, q_tile, panel, dtype=summed_dtype(p)),
         "lse_slots": plgpu.SMEM((tiles.q_slots, q_tile), jnp.float32),
         "delta_slots": plgpu.SMEM((tiles.d_out_slots, q_tile), jnp.float32),
-        "units_slots": plgpu.SMEM((tiles.d_out_slots, q_tile), jnp.float32),
+        **({"units_slots": plgpu.SMEM((tiles.d_out_slots, q_tile), jnp.float32)} if p.reproducible else {}),
         "kv_ready": plgpu.Barrier(num_arrivals=2),
         "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.q_slots),
-        "d_out_ready": plgpu.Barrier(num_arrivals=3, num_barriers=tiles.d_out_slots),
+        "d_out_ready": plgpu.Barrier(num_arrivals=2 + p.reproducible, num_barriers=tiles.d_out_slots),
         # The key warpgroup's dK comes after the value warpgroup's scores, whose P it is made from.
         "q_consumed": plgpu.Barrier(num_arrivals=1, num_barriers=tiles.q_slots),
         "d_out_consumed": plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=tiles.d_out_slots),
@@ -399,7 +410,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         "scores_ready": plgpu.Barrier(num_arrivals=1),
         "scores_consumed": plgpu.Barrier(num_arrivals=1),
     }
-    d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), jnp.int32))
+    d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p)))
     d_key, d_value = plgpu.kernel(
         attention_backward_deep,
         out_type=tuple(jax.ShapeDtypeStruct((p.batch, kv_rows, p.kv_heads, dim), p.dtype) for dim in (qk_dim, v_dim)),

@@ -71,12 +71,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         @pl.when(warpgroup == wgs)
         def _load():
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
-
-            def load_pass(again, turn, steps):
-                role = functools.partial(load, work, mask, inputs, s, looks_at_values=again)
-                return work.each_piece(mask, role, turn=turn, steps=steps)
-
-            each_pass(mask, s, load_pass)
+            work.each_piece(mask, functools.partial(load, work, mask, inputs, s))
 
         @pl.when(warpgroup < wgs)
         def _compute():
@@ -86,46 +81,17 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             def _first_turn():
                 plgpu.barrier_arrive(s.turn.at[0])
 
-            if mask.hides_real_keys:
-                s.row_slots[wgs + warpgroup] = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW)
-
-            def compute_pass(again, turn, steps):
-                if mask.hides_real_keys:
-                    # The first pass may still be storing what the second stores anew.
-                    pl.when(again)(lambda: plgpu.wait_smem_to_gmem(0))
-                own = warpgroup + jnp.minimum(steps, 0)  # as the block in `each_piece`
-                role = functools.partial(compute, mask, logits, inputs, s, out_ref, lse_ref, own, again)
-                counts = work.each_piece(
-                    mask, role, functools.partial(leave_nothing, s, lse_ref, warpgroup), turn=turn, steps=steps
-                )
-                if mask.hides_real_keys:
-                    plgpu.barrier_arrive(s.judged)
-                return counts
-
-            each_pass(mask, s, compute_pass)
+            work.each_piece(
+                mask,
+                functools.partial(compute, mask, logits, inputs, s, out_ref, lse_ref, warpgroup),
+                without_keys=functools.partial(leave_nothing, s, lse_ref, warpgroup),
+            )
 
             @pl.when(warpgroup == 0)
             def _last_turn():
                 plgpu.barrier_wait(s.turn.at[0])
 
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def each_pass(mask: TileMask, s: _Scratch, role):
-        """`role(again, turn, steps)`, and again if the first time some value was broken that not all rows may see."""
-
-        def next_pass(state):
-            again, _, *counts = state
-            counts = role(again, *counts)
-            plgpu.barrier_wait(s.judged)
-            # A broken value reaches all rows of a product with it, so that one of them tells.
-            broken = functools.reduce(jnp.logical_or, (s.row_slots[wgs + wg, 0] != 0 for wg in range(wgs)))
-            return jnp.bool_(True), broken & ~again, *counts
-
-        nothing = jnp.int32(0), jnp.int32(0)
-        if mask.hides_real_keys:
-            lax.while_loop(lambda state: state[1], next_pass, (jnp.bool_(False), jnp.bool_(True), *nothing))
-        else:
-            role(False, *nothing)
+            plgpu.wait_smem_to_gmem(0)
 
     def compute(
         mask: TileMask,
@@ -135,7 +101,6 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         out_ref,
         lse_ref,
         warpgroup,
-        again,
         piece: Piece,
         turn,
         steps,
@@ -228,7 +193,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         if p.dropout_rate:
             normaliser = normaliser * logits.survived
         out_slot = query if s.out_slots is None else s.out_slots.at[warpgroup]
-        lse_slot = s.row_slots.at[warpgroup]
+        lse_slot = s.lse_slots.at[warpgroup]
         out_slot[...] = (out * by_row(normaliser, v_dim)).astype(work.out_dtype)
         lse_slot[...] = lse
         plgpu.commit_smem()
@@ -236,20 +201,12 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         to = out_ref.at[out_index, pl.ds(q_start, work.stored_rows), head, pl.ds(0, v_dim)]
         plgpu.copy_smem_to_gmem(stored, to)
         plgpu.copy_smem_to_gmem(lse_slot, lse_ref.at[out_index, head, pl.ds(q_start, ROWS)])
-        if mask.hides_real_keys:
-
-            @pl.when(~again)
-            def _look():
-                """While the stores are on their way; what is NaN or inf makes the sum NaN."""
-                broken_rows = s.row_slots.at[wgs + warpgroup]
-                broken_rows[...] = plgpu.load(broken_rows, layout=BY_ROW) + (out * 0.0).sum(axis=1)
-
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(s.q_consumed.at[q_slot])
 
     def leave_nothing(s: _Scratch, lse_ref, warpgroup, piece: Piece):
         rows = pl.ds(piece.q_index * tiles.q_tile + warpgroup * ROWS, ROWS)
-        see_nothing(s.row_slots.at[warpgroup], lse_ref, piece, rows, BY_ROW)
+        see_nothing(s.lse_slots.at[warpgroup], lse_ref, piece, rows, BY_ROW)
 
     shares_slot = qk_dim == v_dim and work.out_dtype == p.dtype  # out leaves through Q's slot
     scratch = {
@@ -257,7 +214,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "k_slots": smem_tile(ring, kv_tile, qk_dim, dtype=p.dtype),
         "v_slots": smem_tile(ring, kv_tile, v_dim, dtype=p.dtype),
         **({} if shares_slot else {"out_slots": smem_tile(wgs, ROWS, v_dim, dtype=work.out_dtype)}),
-        "row_slots": plgpu.SMEM((2 * wgs, ROWS), jnp.float32),
+        "lse_slots": plgpu.SMEM((wgs, ROWS), jnp.float32),
         "q_ready": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
         "q_consumed": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
         "k_ready": plgpu.Barrier(num_barriers=ring),
@@ -265,7 +222,6 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "k_consumed": plgpu.Barrier(num_arrivals=wgs, num_barriers=ring),
         "v_consumed": plgpu.Barrier(num_arrivals=wgs, num_barriers=ring),
         "kv_arrived": plgpu.Barrier(num_arrivals=2),
-        "judged": plgpu.Barrier(num_arrivals=wgs),
         "turn": plgpu.Barrier(num_barriers=wgs),
     }
     out, lse = plgpu.kernel(
@@ -288,8 +244,7 @@ class _Scratch(NamedTuple):
     k_slots: Any
     v_slots: Any
     out_slots: Any
-    row_slots: Any
-    """Of each warpgroup: its rows of lse; then, of each, where its rows of out are broken."""
+    lse_slots: Any
     q_ready: Any
     q_consumed: Any
     k_ready: Any
@@ -297,5 +252,4 @@ class _Scratch(NamedTuple):
     k_consumed: Any
     v_consumed: Any
     kv_arrived: Any
-    judged: Any
     turn: Any

@@ -72,6 +72,8 @@ class Problem:
     sinks: bool = False
     dropout_rate: float = 0.0
     precision: Any = None
+    reproducible: bool = True
+    """Whether gradients must have the same bits in every run of a kernel."""
     lse_returned: bool = False
     """Whether the caller gets lse, and so may differentiate it. A backward pass may rely on d_lse = 0 if not."""
 
@@ -102,6 +104,7 @@ class Problem:
             *(["sinks"] if self.sinks else []),
             *([f"dropout {self.dropout_rate:g}"] if self.dropout_rate else []),
             *(["lse returned"] if self.lse_returned else []),
+            *([] if self.reproducible else ["sums in any order"]),
         ]
         return ", ".join(facts)
 
