@@ -38,13 +38,12 @@ from jaxtyping import Array, Float, Int
 
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile
-from fast_layers.ops.ssd import hopper_states, xla
+from fast_layers.ops.ssd import hopper_states
 from fast_layers.ops.ssd.config import ROWS, HopperBackwardTiles, HopperStateTiles, panels
 from fast_layers.ops.ssd.hopper_call import (
     ENTERING,
     LEAVING,
     ROW,
-    Decays,
     by_head,
     decays_of,
     for_tma,
@@ -53,7 +52,8 @@ from fast_layers.ops.ssd.hopper_call import (
     state_as_panels,
 )
 from fast_layers.ops.ssd.hopper_tile import BY_COLUMN, BY_ROW, TILE, WGMMA, by_column, by_row, load_tile
-from fast_layers.ops.ssd.problem import Inputs, Problem, Residuals, silu
+from fast_layers.ops.ssd.kernel_grads import KernelGrads, Sums, assemble, before_gate
+from fast_layers.ops.ssd.problem import Inputs, Problem, Residuals
 
 DT, COLUMN, ROW_AGAIN = 1, 4, 5
 """In the backward's factors: dt; what the forward's have as `hopper_call.COLUMN`; and ROW once more. A load of one row
@@ -104,7 +104,7 @@ def scan_grad(
     inputs, aux = residuals
     operands = operands_of(p, inputs, aux)
     decays = decays_of(p, inputs, aux, ROWS)
-    d_y = for_tma(panels_of(_before_gate(inputs, d_out).astype(p.dtype)), ROWS)
+    d_y = for_tma(panels_of(before_gate(inputs, d_out).astype(p.dtype)), ROWS)
     dt, sums, entering, leaving, _ = decays
     factors = by_head(sums, dt, entering, leaving * dt, sums - jnp.log2(dt), sums)
     d_final = state_as_panels(p, d_final_state)
@@ -120,71 +120,34 @@ def scan_grad(
     grads = launch(
         p, BackwardOperands(operands.x, d_y, operands.B, operands.C, factors, operands.first, operands.D, between)
     )
-    return _assemble(p, inputs, d_out, decays, grads, end[:, hopper_states.BACKWARDS])
+    return assemble(p, inputs, d_out, decays, _kernel_grads(p, grads, end[:, hopper_states.BACKWARDS]))
 
 
-def _before_gate(inputs: Inputs, d_out: Array) -> Float[Array, "B L H P"]:
-    d_out = d_out.astype(jnp.float32)
-    return d_out if inputs.z is None else d_out * silu(inputs.z.astype(jnp.float32))
-
-
-def _assemble(p: Problem, inputs: Inputs, d_out: Array, decays: Decays, grads: _Gradients, d_start: Array) -> Inputs:
-    """What is left to XLA: sums of a few numbers for each token and head."""
+def _kernel_grads(p: Problem, grads: _Gradients, d_start: Float[Array, "B U 64 N"]) -> KernelGrads:
+    """Of the inputs' heads, groups and lengths, from panels and slices."""
 
     def of_heads(x: Float[Array, "B L U 64"]) -> Float[Array, "B L H P"]:
         x = x[:, : p.length].reshape(p.batch, p.length, p.heads, -1)
         return x[..., : p.head_dim]
 
-    def of_groups(x: Float[Array, "B L S*G N"]) -> Float[Array, "B L G N"]:
+    def of_groups(x: Float[Array, "B C*Q S*G N"]) -> Float[Array, "B L G N"]:
         x = x[:, : p.length].reshape(p.batch, p.length, -1, p.groups, x.shape[-1])
-        return x.sum(2)[..., : p.state_dim].astype(p.dtype)
+        return x.sum(2)[..., : p.state_dim]
 
-    def by_token(sums: Float[Array, "B C U S Q"]) -> list[Float[Array, "B C Q H"]]:
+    def by_token(sums: Float[Array, "B C U F Q"]) -> list[Float[Array, "B C Q H"]]:
         sums = sums.reshape(*sums.shape[:2], p.heads, -1, *sums.shape[3:]).sum(3)
         return [sums[:, :, :, i].swapaxes(2, 3) for i in range(sums.shape[3])]
 
     wrote, left, kept, *skipped = by_token(grads.columns)
     passed, read = by_token(grads.rows)
-    rates = inputs.A.astype(decays.dt.dtype)
-    d_log_decay = passed
-    tokens = jnp.arange(ROWS)
-    product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-    from_on = (tokens[:, None] >= tokens).astype(read.dtype)
-    d_log_decay += product("bcqh,qk->bckh", decays.entering * read, from_on)
-    d_log_decay += product("bcsh,sk->bckh", decays.leaving * decays.dt * left, 1.0 - from_on)
-    d_log_decay += decays.entering[:, :, -1:] * kept.sum(2, keepdims=True)
-    d_steps = wrote + decays.leaving * left + rates * d_log_decay
-    _, pull_steps = jax.vjp(functools.partial(xla._steps, p), inputs.dt, inputs.dt_bias)
-    d_dt, d_dt_bias = pull_steps(d_steps.reshape(p.batch, -1, p.heads)[:, : p.length])
-    d_D = d_z = None
-    if inputs.D is not None:
-        if skipped:
-            d_D = skipped[0].sum((0, 1, 2))
-        else:
-            d_D = (inputs.x.astype(jnp.float32) * _before_gate(inputs, d_out)).sum((0, 1))
-            d_D = d_D.sum(1) if p.skip == "head" else d_D
-        d_D = d_D.astype(inputs.D.dtype)
-    if inputs.z is not None:
-        assert grads.y is not None
-        y = of_heads(grads.y).astype(jnp.float32)
-        if inputs.D is not None:
-            y += inputs.D.astype(jnp.float32).reshape(p.heads, -1) * inputs.x.astype(jnp.float32)
-        _, pull_gate = jax.vjp(silu, inputs.z.astype(jnp.float32))
-        d_z = pull_gate(d_out.astype(jnp.float32) * y)[0].astype(p.dtype)
-    d_initial = None
-    if inputs.initial_state is not None:
-        d_initial = d_start.reshape(p.batch, p.heads, -1, d_start.shape[-1])[:, :, : p.head_dim, : p.state_dim]
-        d_initial = d_initial.astype(inputs.initial_state.dtype)
-    return Inputs(
+    d_initial = d_start.reshape(p.batch, p.heads, -1, d_start.shape[-1])[:, :, : p.head_dim, : p.state_dim]
+    return KernelGrads(
         x=of_heads(grads.x),
-        dt=d_dt,
-        A=(decays.dt * d_log_decay).sum((0, 1, 2)).astype(inputs.A.dtype),
         B=of_groups(grads.B),
         C=of_groups(grads.C),
-        D=d_D,
-        z=d_z,
-        dt_bias=d_dt_bias,
         initial_state=d_initial,
+        y=None if grads.y is None else of_heads(grads.y),
+        sums=Sums(wrote, left, read, passed, kept.sum(2), skipped[0] if skipped else None),
     )
 
 
