@@ -536,8 +536,8 @@ def main(argv: list[str] | None = None) -> None:
         from bench import plots
 
         picture = path.with_name(f"{path.stem}_bars.png")
-        plots.mlp_bars(report, picture)
-        print(f"wrote {path} and {picture.name}")
+        drawn = plots.mlp_bars(report, picture)
+        print(f"wrote {path} and {picture.name}" if drawn else f"wrote {path}; no cell was reached")
 
 
 if __name__ == "__main__":

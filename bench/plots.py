@@ -54,8 +54,11 @@ def bars(report: Report, path: Path) -> None:
     draw_bars(drawn, _title(report.environment), path)
 
 
-def mlp_bars(report: dict[str, Any], path: Path) -> None:
-    """One panel per width, kind and pass; a bar per peer and number of tokens. `report` is what `bench mlp` writes."""
+def mlp_bars(report: dict[str, Any], path: Path) -> bool:
+    """One panel per width, kind and pass; a bar per peer and number of tokens. `report` is what `bench mlp` writes.
+
+    False, and no picture, where nothing was timed.
+    """
     panels: dict[str, Panel] = {}
     groups: dict[tuple[str, str], dict[str, Bar]] = {}
     for row in report["rows"]:
@@ -69,6 +72,7 @@ def mlp_bars(report: dict[str, Any], path: Path) -> None:
             panel.groups.append((label, groups[title, label]))
         groups[title, label][row["name"]] = Bar(row["tflops"], row["agrees"])
     draw_bars(list(panels.values()), _title(report), path)
+    return bool(panels)
 
 
 def draw_bars(panels: Sequence[Panel], title: str, path: Path) -> None:

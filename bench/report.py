@@ -61,7 +61,7 @@ def environment(command: str, date: str) -> dict[str, Any]:
 
 
 def tree_facts(root: Path) -> dict[str, Any]:
-    """`commit` of the tree that is measured, and whether it is `dirty`: its files differ from the commit's.
+    """`commit` of the tree that is measured, and whether it is `dirty`: package or benchmarks differ from the commit's.
 
     A copy by `git archive` has no .git, and git might answer for one further up; there archived_commit.txt says the
     commit, which git wrote into it (.gitattributes), and nothing knows whether the copy was changed since. So the
@@ -71,8 +71,9 @@ def tree_facts(root: Path) -> dict[str, Any]:
         return {"commit": said.removesuffix("-dirty"), "dirty": said.endswith("-dirty")}
     top = _first_line("git", "rev-parse", "--show-toplevel", cwd=root)
     if top is not None and Path(top).resolve() == root.resolve():
-        changed = _first_line("git", "status", "--porcelain", "--untracked-files=no", cwd=root)
-        return {"commit": _first_line("git", "rev-parse", "HEAD", cwd=root), "dirty": changed is not None}
+        changed = _output("git", "status", "--porcelain", "--", "fast_layers", "bench", cwd=root)
+        commit = _first_line("git", "rev-parse", "HEAD", cwd=root)
+        return {"commit": commit, "dirty": None if changed is None else bool(changed)}
     written = root / "bench" / "archived_commit.txt"
     commit = written.read_text().strip() if written.exists() else ""
     return {"commit": commit if re.fullmatch("[0-9a-f]{40}", commit) else None, "dirty": None}
@@ -80,11 +81,16 @@ def tree_facts(root: Path) -> dict[str, Any]:
 
 def _first_line(*command: str, cwd: Path | None = None) -> str | None:
     """A fact about the machine or the tree that some do not have."""
+    return next(iter((_output(*command, cwd=cwd) or "").splitlines()), None)
+
+
+def _output(*command: str, cwd: Path | None = None) -> str | None:
+    """None if it failed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=cwd)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 @dataclasses.dataclass

@@ -161,7 +161,8 @@ def use_backends(
     Args:
       force: take this backend wherever a call names none (as `implementation=` would), in all ops that have it.
       forbid: never take these.
-      strict: if True, a fallback raises ValueError: that is, taking XLA on a GPU where a fused kernel is expected.
+      strict: if True, a fallback of attention raises ValueError: that is, taking XLA on a GPU. The other ops have sizes
+        for which XLA is the better choice.
       reproducible: if False, a kernel of ours may add up floats in whatever order its blocks finish, where that is
         faster; then gradients differ in their last bits from run to run. Only attention's backward on Hopper has such a
         form. If True, as it is by default, our kernels give the same bits in every run.

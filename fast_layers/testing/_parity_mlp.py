@@ -169,7 +169,7 @@ def _plain(problem: Problem, inputs: Inputs) -> tuple[jax.Array, PreActivations]
 
 
 def _typical_problem() -> Problem:
-    tokens, features, hidden = 8192, 4096, 11_008
+    tokens, features, hidden = 8192, 2048, 5504
 
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)

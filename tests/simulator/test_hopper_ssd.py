@@ -183,6 +183,10 @@ def test_taken_by_itself_where_it_fills_a_gpu_and_only_on_hopper():
         large = dataclasses.replace(problem, batch=2**22 // (problem.length * problem.heads * problem.head_dim))
         choice = choose(BACKENDS, large, H200, pass_)
         assert choice.backend.name == "xla"
-        assert "fills a GPU from 4194304 numbers in x on" in dict(choice.refusals)["hopper"]
+        assert "is expected to pay from 4194304 numbers in x on" in dict(choice.refusals)["hopper"]
         large = dataclasses.replace(large, batch=large.batch + 1)
         assert choose(BACKENDS, large, H200, pass_).backend.name == "hopper"
+        # A prime number of chunks is not split.
+        long = dataclasses.replace(problem, batch=1, heads=8, groups=1, head_dim=64, length=131 * 64, chunk=64)
+        reason = dict(choose(BACKENDS, long, H200, pass_).refusals)["hopper"]
+        assert reason.startswith("has 4 blocks for 132 multiprocessors")

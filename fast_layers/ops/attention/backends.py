@@ -6,13 +6,7 @@ from fast_layers.dispatch import Backend
 from fast_layers.ops.attention import blackwell_call, cudnn, hopper_call, reference, xla
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend(
-        "hopper",
-        hopper_call.supports,
-        hopper_call.forward,
-        hopper_call.backward,
-        by_name_only=hopper_call.by_name_only,
-    ),
+    Backend("hopper", hopper_call.supports, hopper_call.forward, hopper_call.backward),
     Backend(
         "blackwell",
         blackwell_call.supports,

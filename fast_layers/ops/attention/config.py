@@ -204,8 +204,8 @@ class HopperForwardTiles:
 class HopperBackwardTiles:
     """The backward kernel's shape: `q_tile` queries a step, `stages` slots for queries and output gradients each.
 
-    `ragged_apart`: the tiles that a mask cuts through have a loop of their own, instead of a branch in the one loop.
-    That is more code, which pays for many tiles.
+    `ragged_apart`: the tiles that a causal mask or window cuts through have a loop of their own, instead of a branch in
+    the one loop. That is more code: it was slower with grouped heads and under windows, and at depth 64 for long rows.
     """
 
     q_tile: int

@@ -2,19 +2,18 @@
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth.
 
-A piece of work is 128 keys of one key/value head, 64 for each of a block's two compute warpgroups, and the query tiles
+A block owns 128 keys of one key/value head, 64 for each of its two compute warpgroups, and goes through the query tiles
 that see them, for every query head of the group. Scores stand keys first, so that dK and dV stay in registers:
 
     load warpgroup                              each compute warpgroup, on its own 64 keys
     --------------                              ------------------------------------------
-    K, V of a piece     -> k_ready, v_ready     scores = K Q^T, d_weights = V dO^T    needs q_ready, d_out_ready
+    K, V once           -> kv_ready             scores = K Q^T, d_weights = V dO^T    needs q_ready, d_out_ready
     Q, lse      -> q_ready     waits q_consumed     dV += P dO                        P = 2^(scores - lse)
     dO, delta, units -> d_out_ready, likewise       dS = P * (d_weights - delta)      -> shared memory, scores_ready
                                                 dQ += dS^T K, its half; dK += dS Q    frees scores_consumed
 
-A persistent block takes piece after piece, as dealt out beforehand. While it ends one, the next piece's K comes into a
-second slot (k_consumed: the one before has left as dK), its V once the last d_weights are there (v_consumed), and its
-Q and dO into the ring as ever. dV leaves through the memory of dS, dK through that of K.
+Where a mask hides scores, a tile with NaN or inf in Q or dO is mended first, one operand by each warpgroup
+(`queries_mended`).
 
 Both warpgroups need all 128 keys' dS for dQ, so they exchange it through shared memory. Blocks add their dQ to one
 array by TMA, in whatever order they come. So that array holds integers: sums of integers do not depend on the order,
@@ -83,11 +82,10 @@ class Operands(NamedTuple):
     units: Float[Array, "B N T"] | None
     """How many of dQ's integers make 1; None where dQ is summed in floats."""
     mask: RowMask | None
-    q_span: Int[Array, "B|1 J 4"] | None
-    """Per tile of keys: the query tiles that see some of it, then those of which all rows see all; both half-open."""
+    q_span: Int[Array, "B|1 J 2"] | None
     logits: LogitOperands
     broken_keys: Int[Array, "B K"] | None = None
-    """Whether a key or value is NaN or inf; None where nothing is hidden, and it may meet all weights."""
+    """Whether a key or value of the head is NaN or inf."""
     broken_queries: Int[Array, "B N I"] | None = None
     """Whether a query or output gradient of a tile may be; None where it may meet all weights, or was mended before."""
 
@@ -107,7 +105,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     query = inputs.query
     sees_none = lse == -jnp.inf
     hides_queries = any(x is not None for x in (aux.mask.start, aux.mask.stop, aux.mask.dense)) or _band_misses_rows(p)
-    # A broken query shows in its lse, but through a soft cap.
+    # A broken query shows in its lse, but through a soft cap; and a bias' gradient has a kernel that mends nothing.
     in_kernel = launch is _launch and p.bias is None and p.softcap is None
     if hides_queries and not in_kernel:
         # Padding or documents. A hidden weight is 0, but 0 times NaN is NaN: so rows are made finite, and those that
@@ -226,17 +224,10 @@ def _seen_keys(p: Problem, form: MaskForm) -> Bool[Array, "B|1 S"] | None:
     return seen if form.key_segments is None else seen & (form.key_segments >= 0)
 
 
-def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Array, "B|1 J 4"]:
-    """As `Operands` has it. Of the query tiles that see all keys, those up to the first that does not."""
-    key_tiles = -(-p.kv_len // kv_tile)
-    first, last = KvRange.of(mask.start, mask.stop, q_tile).transpose(kv_tile, key_tiles)
-    k_start = jnp.arange(key_tiles, dtype=jnp.int32)[:, None] * kv_tile
-    full = (mask.tiles[:, None, :, 2] <= k_start) & (mask.tiles[:, None, :, 3] >= k_start + kv_tile)
-    place = jnp.arange(full.shape[2], dtype=jnp.int32)
-    full &= (place >= first[..., None]) & (place < last[..., None])
-    full_first = jnp.where(full, place, last[..., None]).min(-1)
-    full_last = jnp.where(full | (place < full_first[..., None]), last[..., None], place).min(-1)
-    return jnp.stack([first, last, full_first, jnp.maximum(full_last, full_first)], -1)
+def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Array, "B|1 J 2"]:
+    """The query tiles that each tile of keys visits."""
+    visits = KvRange.of(mask.start, mask.stop, q_tile).transpose(kv_tile, -(-p.kv_len // kv_tile))
+    return jnp.stack(visits, -1)
 
 
 def piece_order(p: Problem, kv_tiles: int, bytes_per_head: int) -> TileOrder:
@@ -568,9 +559,9 @@ class _Piece(NamedTuple):
         head, kv_index = order.locate(index)
         example, kv_head = lax.div(head, p.kv_heads), lax.rem(head, p.kv_heads)
         first, last = mask.query_span(example, kv_index, inputs.q_span)
-        apart, full = tiles.ragged_apart and mask.hides and not mask.dense, (last, last)
+        apart, full = tiles.ragged_apart and mask.hides and mask.is_band, (last, last)
         if apart:
-            full_first, full_last = mask.full_queries(example, kv_index, inputs.q_span)
+            full_first, full_last = mask.full_queries(kv_index * KV_TILE, KV_TILE)
             full = jnp.clip(full_first, first, last), jnp.clip(full_last, first, last)
         return cls(p, apart, example, kv_head, kv_index, first, last, full)
 

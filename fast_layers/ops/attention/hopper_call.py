@@ -1,4 +1,4 @@
-"""What Hopper's attention kernels take, and what of it another backend does faster.
+"""What Hopper's attention kernels take.
 
 Axis letters: B batch, T queries, N query heads, V value depth.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from jaxtyping import Array
 
 from fast_layers.arch import Arch
-from fast_layers.ops.attention import cudnn, kernel_call
+from fast_layers.ops.attention import kernel_call
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 
 ROWS = 64
@@ -21,13 +21,6 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     if arch.capability != (9, 0):
         return f"needs compute capability 9.0 (H100, H200), got {arch.capability[0]}.{arch.capability[1]}"
     return kernel_call.refusal(problem, pass_)
-
-
-def by_name_only(problem: Problem, arch: Arch, pass_) -> str | None:
-    """Where another backend was faster on an H200 (`bench/NOTES.md`)."""
-    if pass_ == "backward" and problem.bias is not None and cudnn.supports(problem, arch, pass_) is None:
-        return "cuDNN's backward with a bias is faster"
-    return None
 
 
 def forward(problem: Problem, inputs: Inputs, aux: Aux):

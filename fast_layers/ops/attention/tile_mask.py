@@ -72,6 +72,11 @@ class TileMask:
         return self.hides_real_keys or self.cuts_keys
 
     @property
+    def is_band(self) -> bool:
+        """Whether a tile's raggedness follows from its place alone, and those that are not stand together."""
+        return self.refs is None and not self.dense
+
+    @property
     def hides_real_keys(self) -> bool:
         """Whether a key that exists may be hidden from a row of a tile that is visited."""
         return self.refs is not None or self.low is not None or self.high is not None or self.dense
@@ -116,19 +121,15 @@ class TileMask:
         first_tile = lax.div(first, size)
         return first_tile, jnp.maximum(lax.div(last + (size - 1), size), first_tile)
 
-    def full_queries(self, example: Any, kv_index: Any, spans: Any) -> tuple[Any, Any]:
-        """The query tiles all of whose rows see all of a tile of keys, [first, last)."""
-        if spans is not None:
-            of_tile = spans.at[self._shared(spans, example), kv_index]
-            return of_tile[2], of_tile[3]
-        k_start = kv_index * self.kv_tile
+    def full_queries(self, k_start: Any, keys: int) -> tuple[Any, Any]:
+        """Of a band: the query tiles all of whose rows see all of `keys` keys from `k_start` on, [first, last)."""
         first, last = jnp.int32(0), jnp.int32(self.problem.q_len // self.q_tile + 1)
         if self.high is not None:
-            first = lax.div(jnp.maximum(k_start + (self.kv_tile - 1) - self.high, 0) + (self.q_tile - 1), self.q_tile)
+            first = lax.div(jnp.maximum(k_start + (keys - 1) - self.high, 0) + (self.q_tile - 1), self.q_tile)
         if self.low is not None:
             last = lax.div(jnp.maximum(k_start - self.low + 1, 0), self.q_tile)
         if self.cuts_keys:
-            last = jnp.where(k_start + self.kv_tile > self.problem.kv_len, 0, last)
+            last = jnp.where(k_start + keys > self.problem.kv_len, 0, last)
         return first, jnp.maximum(last, first)
 
     def ragged_for_keys(self, example: Any, q_index: Any, k_start: Any, keys: int) -> Any:

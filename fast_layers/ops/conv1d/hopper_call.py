@@ -54,7 +54,7 @@ def by_name_only(problem: Problem, arch: Arch, pass_: Pass) -> str | None:
         return f"has not been timed in {p.dtype}"
     if p.channels % _CHANNELS_AS_TIMED:
         return f"has been timed with channels in multiples of {_CHANNELS_AS_TIMED}, got {p.channels}"
-    if p.segments and pass_ == "forward":
+    if p.segments:
         return "has not been timed with documents"
     if (numbers := p.batch * p.length * p.channels) < (fewest := _FEWEST_NUMBERS[pass_]):
         return f"fills a GPU from {fewest} numbers on, got {numbers}"

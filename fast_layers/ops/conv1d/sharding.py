@@ -48,6 +48,7 @@ def per_shard(convolve: Callable[[Inputs, Aux], Outputs], inputs: Inputs, aux: A
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=explicit_names(mesh),
+        # If x is whole, so is now everything, and each device computes all.
+        axis_names={*(batch or ()), *(channels or ())} or explicit_names(mesh),
     )
     return split(*lay_out(operands, in_specs, mesh))

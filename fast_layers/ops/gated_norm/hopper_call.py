@@ -57,9 +57,9 @@ def by_name_only(problem: Problem, arch: Arch, pass_: Pass) -> str | None:
     if p.group_size != p.features:
         return "has not been timed with several groups, for which XLA's forward is one pass as well"
     if not _SHORTEST_ROW <= p.features <= _LONGEST_ROW:
-        return f"has been timed for rows of {_SHORTEST_ROW} to {_LONGEST_ROW} features, got {p.features}"
+        return f"is expected to pay for rows of {_SHORTEST_ROW} to {_LONGEST_ROW} features, got {p.features}"
     if (numbers := math.prod(p.rows) * p.features) < _FEWEST_NUMBERS:
-        return f"has not been timed below {_FEWEST_NUMBERS} numbers, got {numbers}"
+        return f"is expected to pay from {_FEWEST_NUMBERS} numbers on, got {numbers}"
     return None
 
 

@@ -2,7 +2,8 @@
 
 Under automatic sharding XLA partitions the `xla` backend by itself. Under explicit sharding (`AxisType.Explicit`) the
 arrays' types say how they are laid out, and the call runs per shard in `jax.shard_map`; but where features of one group
-are on several devices, the whole is left to XLA, which adds up over devices.
+are on several devices, the whole is left to XLA: it adds up over devices if there is one group, else features are
+gathered first.
 """
 
 from __future__ import annotations
@@ -32,11 +33,18 @@ def per_shard(normalise: Callable[[Problem, Inputs], Array], problem: Problem, i
     inputs = lay_out(inputs, specs, mesh)
     own = problem.features // math.prod(mesh.shape[name] for name in features or ())
     if own % problem.group_size:
-        return normalise(dataclasses.replace(problem, split_groups=True), inputs)
+        left_to_xla = dataclasses.replace(problem, split_groups=True)
+        if problem.group_size == problem.features:
+            return normalise(left_to_xla, inputs)
+        of_rows: Any = P(*rows)
+        of_weight: Any = P()
+        gathered = lay_out(inputs, Inputs(of_rows, of_rows, of_weight), mesh)
+        return lay_out(normalise(left_to_xla, gathered), by_row, mesh)
 
     def on_shard(inputs: Inputs) -> Array:
         *rows, features = inputs.y.shape
         return normalise(dataclasses.replace(problem, rows=tuple(rows), features=features), vary_alike(inputs))
 
-    split = jax.shard_map(on_shard, mesh=mesh, in_specs=(specs,), out_specs=specs.y, axis_names=explicit_names(mesh))
-    return split(inputs)
+    # If y is whole, so is now everything, and each device computes all.
+    names = {name for axes in (*rows, features) for name in axes or ()} or explicit_names(mesh)
+    return jax.shard_map(on_shard, mesh=mesh, in_specs=(specs,), out_specs=specs.y, axis_names=names)(inputs)

@@ -75,10 +75,10 @@ def multiply(m: Matmul, operands: Operands, tiles: HopperMatmulTiles | None = No
 
 
 def multiply_together(products: Products, tiles: HopperMatmulTiles | None = None) -> list[Results]:
-    """In one launch, unless one of them alone has so few tiles that its depth is split. All have the same depth."""
+    """Several in one launch, unless one alone has so few tiles that its depth is split. All have the same depth."""
     ms = tuple(m for m, _ in products)
     if tiles is None:
-        if any(_tiles_of(m).splits > 1 for m in ms):
+        if len(ms) == 1 or any(_tiles_of(m).splits > 1 for m in ms):
             return [multiply(*product) for product in products]
         tiles = HopperMatmulTiles.of_several([(m.rows, m.columns) for m in ms], ms[0].depth, ms[0].needs)
     results = _launch(tiles, ms, tuple(_fit(*product, tiles) for product in products))

@@ -17,9 +17,9 @@ FORWARD_FACTORS, BACKWARD_FACTORS = 4, 6
 _OTHER_SMEM_BYTES = 6 << 10
 """What sums, documents, barriers and Mosaic's own need take at most, each padded to a KiB."""
 _DEEPEST_RING = 4
-_MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132
 """Of an H100 (SXM) and an H200."""
-_WANTED_BLOCKS = 2 * _MULTIPROCESSORS
+_WANTED_BLOCKS = 2 * MULTIPROCESSORS
 """Of the backward's second kernel: of fewer, the last ones' time would count."""
 _FEWEST_CHUNKS = 8
 """Of a split of the sequence."""
@@ -70,6 +70,11 @@ class HopperForwardTiles:
         kept = self.compute_wgs * ROWS * (state_dim + 2 * ROWS)
         return 2 * (self.stages * stage + kept) + _OTHER_SMEM_BYTES
 
+    def blocks(self, problem: Problem) -> int:
+        """Of a launch, all of which could run side by side."""
+        p = problem
+        return p.batch * p.heads * panels(p.head_dim) // self.compute_wgs * self.splits
+
     @classmethod
     def of(cls, problem: Problem) -> HopperForwardTiles:
         """Two warpgroups where a group's panels are even and all fits; then as deep a ring as fits."""
@@ -85,7 +90,7 @@ def _splits(p: Problem, wgs: int, sweeps: int) -> int:
     done twice. They are alike, so that no token needs to be added."""
     chunks = -(-p.length // ROWS)
     blocks = sweeps * p.batch * p.heads * panels(p.head_dim) // wgs
-    most = min(_MULTIPROCESSORS // blocks, chunks // _FEWEST_CHUNKS)
+    most = min(MULTIPROCESSORS // blocks, chunks // _FEWEST_CHUNKS)
     return max(n for n in range(1, max(most, 1) + 1) if chunks % n == 0)
 
 

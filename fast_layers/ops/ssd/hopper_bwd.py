@@ -1,5 +1,4 @@
-"""The scan's backward for Hopper (sm_90a), in two kernels whose sums have one order: every run gives the same bits. On
-an H200 they ran, and some case of their parity suite failed (`docs/ssd.md`).
+"""The scan's backward for Hopper (sm_90a), in two kernels whose sums have one order: every run gives the same bits.
 
 The first (`hopper_states`) writes, in 16 bits, the state S that enters each chunk and the gradient G of the one that
 leaves it. The second, here, then needs no other chunk: a block has one chunk of one group, and goes through its panels

@@ -15,7 +15,15 @@ from jaxtyping import Array, Float, Int
 from fast_layers.arch import Arch
 from fast_layers.dispatch import Pass
 from fast_layers.kernel_parts import automatic_axes
-from fast_layers.ops.ssd.config import HEAD_DIMS, ROWS, STATE_DIMS, padded_state, panels
+from fast_layers.ops.ssd.config import (
+    HEAD_DIMS,
+    MULTIPROCESSORS,
+    ROWS,
+    STATE_DIMS,
+    HopperForwardTiles,
+    padded_state,
+    panels,
+)
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, Scanned, step_sizes
 
 LOG2_E = 1.4426950408889634
@@ -51,7 +59,9 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
 
 
 _FEWEST_NUMBERS = 2**22
-"""Of x, that a call must have to be taken unasked: a GPU is then as good as full."""
+"""Of x, for which a launch is worth its time; an H200 was timed with 40 times as many, and was 10 times as fast as with
+XLA (bench/NOTES.md)."""
+_FEWEST_BLOCKS = MULTIPROCESSORS // 2
 
 
 def by_name_only(problem: Problem, arch: Arch, pass_: Pass) -> str | None:
@@ -59,7 +69,9 @@ def by_name_only(problem: Problem, arch: Arch, pass_: Pass) -> str | None:
     p = problem
     del arch, pass_
     if (numbers := p.batch * p.length * p.heads * p.head_dim) < _FEWEST_NUMBERS:
-        return f"fills a GPU from {_FEWEST_NUMBERS} numbers in x on, got {numbers}"
+        return f"is expected to pay from {_FEWEST_NUMBERS} numbers in x on, got {numbers}"
+    if (blocks := HopperForwardTiles.of(p).blocks(p)) < _FEWEST_BLOCKS:
+        return f"has {blocks} blocks for {MULTIPROCESSORS} multiprocessors"
     return None
 
 

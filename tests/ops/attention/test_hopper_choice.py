@@ -20,7 +20,7 @@ import fast_layers
 from fast_layers.arch import Arch
 from fast_layers.dispatch import PASSES, choose
 from fast_layers.kernel_parts import automatic_axes
-from fast_layers.ops.attention import api, cudnn, hopper_call, kernel_call, masks
+from fast_layers.ops.attention import api, hopper_call, kernel_call, masks
 from fast_layers.ops.attention.problem import Problem
 
 H100, H200 = Arch("cuda", "NVIDIA H100 80GB HBM3", (9, 0)), Arch("cuda", "NVIDIA H200", (9, 0))
@@ -118,18 +118,6 @@ def test_refuses_with_the_reason(options, words):
         choice = choose(api.BACKENDS, problem, H200, pass_)
         assert choice.backend.name != "hopper"
         assert words in dict(choice.refusals)["hopper"]
-
-
-def test_leaves_the_gradient_of_a_bias_to_cudnn_where_that_takes_it(monkeypatch):
-    monkeypatch.setattr(cudnn, "_installation_objection", lambda arch: None)
-    bias = np.zeros((1, 4, 256, 256), jnp.bfloat16)
-    problem = _problem(q=(2, 256, 4, 64), kv=(2, 256, 4, 64), bias=bias)
-    assert choose(api.BACKENDS, problem, H200, "forward").backend.name == "hopper"
-    choice = choose(api.BACKENDS, problem, H200, "backward")
-    assert choice.backend.name == "cudnn"
-    reason = 'cuDNN\'s backward with a bias is faster; take it by name: implementation="hopper"'
-    assert dict(choice.refusals)["hopper"] == reason
-    assert choose(api.BACKENDS, problem, H200, "backward", wanted="hopper").backend.name == "hopper"
 
 
 @pytest.mark.parametrize(

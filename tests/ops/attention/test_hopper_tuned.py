@@ -110,8 +110,8 @@ def _damaged(**changes):
 
 DAMAGED = {
     "no JSON": ("{", "Expecting"),
-    "a list": ([], 'must be an object with "format": 1'),
-    "another format": ({"format": 2, "entries": []}, '"format": 1'),
+    "a list": ([], 'must be an object with "format": 2'),
+    "another format": ({"format": 1, "entries": []}, '"format": 2'),
     "an entry without tiles": ([{"arch": "sm_90"}], "an entry must have exactly"),
     "another GPU": ([_damaged(arch="sm_100")], "must be 'sm_90'"),
     "an unknown mask": ([_damaged(mask="striped")], "must be one of full, causal, window, arrays"),
@@ -133,7 +133,7 @@ DAMAGED = {
 @pytest.mark.parametrize(("content", "words"), DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_table_is_reported_and_ignored(content, words, user_file):
     if isinstance(content, list) and content:
-        content = {"format": 1, "entries": content}
+        content = {"format": 2, "entries": content}
     user_file.parent.mkdir()
     user_file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.warns(UserWarning, match="is ignored") as warned:

@@ -216,6 +216,21 @@ def test_sharded_batch_and_channels(implementation, kind):
 
 
 @pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs four CPU devices")
+def test_vmap_over_a_sharded_axis():
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(4, 2, 9, 6)).astype(np.float32), rng.normal(size=(4, 6)).astype(np.float32)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:4])
+    call = jax.vmap(fast_layers.causal_conv1d, in_axes=(0, None))
+    with jax.set_mesh(mesh):
+        placed = (
+            jax.device_put(v, jax.NamedSharding(mesh, spec))
+            for v, spec in ((x, P("data", None, None, "model")), (w, P(None, "model")))
+        )
+        got = jax.jit(call)(*placed)
+    np.testing.assert_allclose(got, call(x, w), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs four CPU devices")
 @pytest.mark.parametrize("culprit", ["x", "segment_ids"])
 def test_a_length_that_is_sharded_is_refused(culprit):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4])

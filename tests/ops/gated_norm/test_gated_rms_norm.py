@@ -175,14 +175,19 @@ def test_transforms(implementation):
 
 @pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs four CPU devices")
 @pytest.mark.parametrize(
-    ("kind", "group_size"),
-    [(AxisType.Auto, 4), (AxisType.Explicit, 4), (AxisType.Explicit, 16)],
-    ids=["automatic", "explicit", "explicit, a group over devices"],
+    ("kind", "group_size", "shape"),
+    [
+        (AxisType.Auto, 4, (2, 2)),
+        (AxisType.Explicit, 4, (2, 2)),
+        (AxisType.Explicit, 16, (2, 2)),
+        (AxisType.Explicit, 8, (1, 4)),
+    ],
+    ids=["automatic", "explicit", "explicit, a group over devices", "explicit, two groups over four devices"],
 )
-def test_sharded_rows_and_groups(kind, group_size):
+def test_sharded_rows_and_groups(kind, group_size, shape):
     arrays = draws((4, 3, 16))
     want = runner("xla", group_size=group_size)(*arrays)
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
+    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
     rows = P("data", None, "model")
     with jax.set_mesh(mesh):
         placed = [
@@ -192,6 +197,18 @@ def test_sharded_rows_and_groups(kind, group_size):
         got = runner("xla", group_size=group_size)(*placed)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
     assert got.out.sharding.is_equivalent_to(jax.NamedSharding(mesh, rows), 3)
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs four CPU devices")
+def test_vmap_over_a_sharded_axis():
+    y, z, weight, _ = draws((4, 3, 16))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:4])
+    call = jax.vmap(functools.partial(fast_layers.gated_rms_norm, group_size=4), in_axes=(0, 0, None))
+    with jax.set_mesh(mesh):
+        rows = jax.NamedSharding(mesh, P("data", None, "model"))
+        placed = jax.device_put(weight, jax.NamedSharding(mesh, P("model")))
+        got = jax.jit(call)(jax.device_put(y, rows), jax.device_put(z, rows), placed)
+    np.testing.assert_allclose(got, fast_layers.gated_rms_norm(y, z, weight, group_size=4), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs four CPU devices")
