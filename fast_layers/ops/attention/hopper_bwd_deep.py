@@ -16,7 +16,7 @@ The value warpgroup is one step ahead with its scores, so that products are in f
 it exponentiates. dQ is shared by column panels. P of the next step may be written once dS of this one is there, since
 that was made from P; dS of the next step once scores_consumed says that the value warpgroup is through with it.
 
-Blocks add their dQ to one array of integers by TMA, as in hopper_bwd, and for the same reason.
+Blocks add their dQ to one array by TMA, of integers or floats as in hopper_bwd, and for the same reasons.
 
 Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
 """

@@ -24,14 +24,14 @@ from fast_layers.ops.attention.config import (
 H200 = Arch("cuda", "NVIDIA H200", (9, 0))
 
 
-def _problem(length=2048, depth=64, v_dim=None, heads=16, **options):
-    def call(query, value):
-        inputs, aux, given, _ = api._prepare(query, query, value, **options)
+def _problem(length=2048, depth=64, v_dim=None, heads=16, group=1, **options):
+    def call(query, key, value):
+        inputs, aux, given, _ = api._prepare(query, key, value, **options)
         problems.append(given.problem(inputs, aux))
 
     problems = []
-    shapes = (jax.ShapeDtypeStruct((8, length, heads, d), jnp.bfloat16) for d in (depth, v_dim or depth))
-    jax.eval_shape(call, *shapes)
+    sizes = (heads, depth), (heads // group, depth), (heads // group, v_dim or depth)
+    jax.eval_shape(call, *(jax.ShapeDtypeStruct((8, length, *size), jnp.bfloat16) for size in sizes))
     return problems[0]
 
 
@@ -64,6 +64,12 @@ def test_the_shipped_table_and_the_rules_agree(user_file):
         problem = _problem(entry.longest or 16384, entry.qk_dim, is_causal=entry.mask == "causal")
         assert tuned.find(problem, entry.pass_) == entry.tiles
         assert type(entry.tiles).of(problem) == entry.tiles
+
+
+def test_what_was_measured_without_groups_does_not_bind_them(user_file):
+    _write(user_file, _entry(HopperBackwardTiles(128, 1, True), pass_="backward"))
+    assert tuned.find(_problem(is_causal=True), "backward") == HopperBackwardTiles(128, 1, True)
+    assert tuned.find(_problem(is_causal=True, group=4), "backward") == HopperBackwardTiles(128, 1, False)
 
 
 def test_the_users_table_comes_first_and_covers_what_it_covers(user_file):
