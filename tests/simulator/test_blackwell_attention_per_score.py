@@ -14,7 +14,7 @@ pytestmark = pytest.mark.simulator
 
 LEAN = {
     "all three": Case(
-        batch=1, q_len=70, kv_len=130, heads=2, kv_heads=1, softcap=10.0, dense_mask=True, bias=(1, 2, 70, 130),
+        batch=1, q_len=70, kv_len=130, heads=1, kv_heads=1, softcap=10.0, dense_mask=True, bias=(1, 1, 70, 130),
         dropout_rate=0.1,
     ),
 }  # fmt: skip

@@ -81,7 +81,6 @@ CASES = {
 # comes together. Depths of 192 and 128 run with dropout in test_hopper_attention_per_score.py.
 EACH_RUN = {
     "causal",
-    "window",
     "documents, padding of NaN",
     "depth 128, documents",
     "depth 256",
@@ -192,8 +191,8 @@ def test_a_broken_input_reaches_who_sees_it_and_nobody_else():
 @pytest.mark.parametrize("depth", [64, pytest.param(160, marks=pytest.mark.exhaustive)])
 def test_sums_in_any_order(depth):
     """dQ as a sum of floats instead of integers: the same to rounding, and NaN stays where it was."""
-    query, key, value, d_out = (jnp.tile(x, (1, 1, 1, 3))[..., :depth] for x in _draw(batch=1, length=300, heads=1))
-    value = value.at[0, 200, 0, 3].set(jnp.nan)
+    query, key, value, d_out = (jnp.tile(x, (1, 1, 1, 3))[..., :depth] for x in _draw(batch=1, length=140, heads=1))
+    value = value.at[0, 100, 0, 3].set(jnp.nan)
     got = {}
     for reproducible in (True, False):
         with fast_layers.use_backends(reproducible=reproducible):
