@@ -126,7 +126,9 @@ def test_the_measured_commit_is_known_in_a_copy_too(tmp_path, monkeypatch):
     git("archive", "-o", str(tmp_path / "tree.tar"), "HEAD")
     shutil.unpack_archive(tmp_path / "tree.tar", copy, filter="data")
     assert report.tree_facts(copy) == {"commit": commit, "dirty": None}
-    (tree / ".gitattributes").write_text("")
+    (tree / "README.md").write_text("Words alone change no measurement.\n")
+    assert report.tree_facts(tree) == {"commit": commit, "dirty": False}
+    (tree / "bench" / "report.py").write_text("")
     assert report.tree_facts(tree) == {"commit": commit, "dirty": True}
     assert report.tree_facts(tree / "bench") == {"commit": None, "dirty": None}  # of a copy within another's checkout
     monkeypatch.setenv("BENCH_COMMIT", "abc-dirty")
