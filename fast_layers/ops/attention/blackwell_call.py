@@ -5,16 +5,15 @@ from __future__ import annotations
 from jaxtyping import Array
 
 from fast_layers.arch import Arch
+from fast_layers.kernel_parts import refusals
 from fast_layers.ops.attention import kernel_call
 from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 
-CAPABILITIES = ((10, 0), (10, 3))
-
 
 def supports(problem: Problem, arch: Arch, pass_) -> str | None:
-    if arch.platform != "cuda" or arch.capability not in CAPABILITIES:
-        return f"needs an NVIDIA GPU of compute capability 10.0 (B200) or 10.3 (B300), got {arch}"
+    if reason := refusals.not_blackwell(arch):
+        return reason
     if reason := kernel_call.refusal(problem, pass_):
         return reason
     if pass_ == "forward" and not BlackwellForwardTiles.fitting(problem):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from jaxtyping import Array
 
 from fast_layers.arch import Arch
+from fast_layers.kernel_parts import refusals
 from fast_layers.ops.attention import kernel_call
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 
@@ -16,10 +17,8 @@ ROWS = 64
 
 
 def supports(problem: Problem, arch: Arch, pass_) -> str | None:
-    if arch.capability is None or arch.platform != "cuda":
-        return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got {arch}"
-    if arch.capability != (9, 0):
-        return f"needs compute capability 9.0 (H100, H200), got {arch.capability[0]}.{arch.capability[1]}"
+    if reason := refusals.not_hopper(arch):
+        return reason
     return kernel_call.refusal(problem, pass_)
 
 

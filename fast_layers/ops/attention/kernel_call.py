@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from fast_layers.kernel_parts import automatic_axes
+from fast_layers.kernel_parts import automatic_axes, refusals
 from fast_layers.ops.attention.problem import Problem
 
 MAX_DEPTH = 256
@@ -17,9 +17,8 @@ def refusal(problem: Problem, pass_) -> str | None:
     if p.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {p.dtype}; cast the inputs"
     sizes = (p.batch, p.q_len, p.kv_len, p.heads, p.kv_heads, p.qk_dim, p.v_dim)
-    if not all(isinstance(size, int) for size in sizes):
-        symbolic = ", ".join(str(size) for size in sizes if not isinstance(size, int))
-        return f"needs sizes known when tracing, got symbolic {symbolic}"
+    if reason := refusals.symbolic(sizes):
+        return reason
     if max(p.qk_dim, p.v_dim) > MAX_DEPTH:
         return f"the {pass_} kernel takes depths up to {MAX_DEPTH}, got {p.qk_dim} and {p.v_dim}"
     if p.bias_dtype not in (None, jnp.bfloat16, jnp.float16, jnp.float32):

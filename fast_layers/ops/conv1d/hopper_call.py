@@ -8,35 +8,29 @@ import jax.numpy as jnp
 
 from fast_layers.arch import Arch
 from fast_layers.dispatch import Pass
-from fast_layers.kernel_parts import automatic_axes
+from fast_layers.kernel_parts import automatic_axes, refusals
 from fast_layers.ops.conv1d.config import THREADS, WIDTHS
 from fast_layers.ops.conv1d.problem import Aux, Inputs, Outputs, Problem
-
-MOST_NUMBERS = 2**31 - 1
-"""In one array: the kernels' offsets have 32 bits."""
 
 
 def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     del pass_  # what one takes, so does the other
     p = problem
-    if arch.capability is None or arch.platform != "cuda":
-        return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got {arch}"
-    if arch.capability != (9, 0):
-        return f"needs compute capability 9.0 (H100, H200), got {arch.capability[0]}.{arch.capability[1]}"
+    if reason := refusals.not_hopper(arch):
+        return reason
     if automatic_axes.may_be_partitioned():
         return f"{automatic_axes.WAY_OUT}, or shard batch and channels over explicit mesh axes"
     if p.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"takes bfloat16, float16 and float32, got {p.dtype}; cast x"
     sizes = (p.batch, p.length, p.channels)
-    if not all(isinstance(size, int) for size in sizes):
-        symbolic = ", ".join(str(size) for size in sizes if not isinstance(size, int))
-        return f"needs sizes known when tracing, got symbolic {symbolic}"
+    if reason := refusals.symbolic(sizes):
+        return reason
     if p.width not in WIDTHS:
         return f"takes {WIDTHS[0]} to {WIDTHS[-1]} taps, got {p.width}"
     if p.channels % THREADS:
         return f"takes channels in multiples of {THREADS}, one for each thread, got {p.channels}"
-    if math.prod(sizes) > MOST_NUMBERS:
-        return f"takes up to {MOST_NUMBERS} numbers, got x {list(sizes)}; split the batch"
+    if math.prod(sizes) > refusals.MOST_NUMBERS:
+        return f"takes up to {refusals.MOST_NUMBERS} numbers, got x {list(sizes)}; split the batch"
     return None
 
 

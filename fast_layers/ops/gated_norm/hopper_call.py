@@ -9,36 +9,30 @@ from jaxtyping import Array, Float
 
 from fast_layers.arch import Arch
 from fast_layers.dispatch import Pass
-from fast_layers.kernel_parts import automatic_axes
+from fast_layers.kernel_parts import automatic_axes, refusals
 from fast_layers.ops.gated_norm.config import LEGAL_GROUPS, HopperTiles
 from fast_layers.ops.gated_norm.problem import Inputs, Problem
-
-MOST_NUMBERS = 2**31 - 1
-"""In one array: the kernels' offsets have 32 bits."""
 
 
 def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     del pass_  # what one takes, so does the other
     p = problem
-    if arch.capability is None or arch.platform != "cuda":
-        return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got {arch}"
-    if arch.capability != (9, 0):
-        return f"needs compute capability 9.0 (H100, H200), got {arch.capability[0]}.{arch.capability[1]}"
+    if reason := refusals.not_hopper(arch):
+        return reason
     if automatic_axes.may_be_partitioned():
         return f"{automatic_axes.WAY_OUT}, or shard the rows over explicit mesh axes"
     if p.split_groups:
         return "needs the features of a group on one device; shard rows, or whole groups"
     if p.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"takes bfloat16, float16 and float32, got {p.dtype}; cast y and z"
-    if not all(isinstance(size, int) for size in p.rows):
-        symbolic = ", ".join(str(size) for size in p.rows if not isinstance(size, int))
-        return f"needs sizes known when tracing, got symbolic {symbolic}"
+    if reason := refusals.symbolic(p.rows):
+        return reason
     if 0 in p.rows:
         return f"needs rows, got y {[*p.rows, p.features]}"
     if HopperTiles.of(p.group_size) is None:
         return f"takes groups of {LEGAL_GROUPS} features, got {p.group_size}"
-    if math.prod(p.rows) * p.features > MOST_NUMBERS:
-        return f"takes up to {MOST_NUMBERS} numbers, got y {[*p.rows, p.features]}; split the rows"
+    if math.prod(p.rows) * p.features > refusals.MOST_NUMBERS:
+        return f"takes up to {refusals.MOST_NUMBERS} numbers, got y {[*p.rows, p.features]}; split the rows"
     return None
 
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 from jaxtyping import Array, Float
 
 from fast_layers.arch import Arch
+from fast_layers.kernel_parts import refusals
 from fast_layers.ops.mlp import kernel_call
 from fast_layers.ops.mlp.problem import Inputs, PreActivations, Problem, Residuals
-
-CAPABILITIES = ((10, 0), (10, 3))
 
 
 def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     del pass_  # what one takes, so does the other
-    if arch.platform != "cuda" or arch.capability not in CAPABILITIES:
-        return f"needs an NVIDIA GPU of compute capability 10.0 (B200) or 10.3 (B300), got {arch}"
+    if reason := refusals.not_blackwell(arch):
+        return reason
     return kernel_call.objection(problem)
 
 

@@ -7,16 +7,15 @@ from jaxtyping import Array, Float
 
 from fast_layers.arch import Arch
 from fast_layers.dispatch import Pass
+from fast_layers.kernel_parts import refusals
 from fast_layers.ops.mlp import kernel_call
 from fast_layers.ops.mlp.problem import Inputs, PreActivations, Problem, Residuals
 
 
 def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     del pass_  # what one takes, so does the other
-    if arch.capability is None or arch.platform != "cuda":
-        return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got {arch}"
-    if arch.capability != (9, 0):
-        return f"needs compute capability 9.0 (H100, H200), got {arch.capability[0]}.{arch.capability[1]}"
+    if reason := refusals.not_hopper(arch):
+        return reason
     if problem.float8 is not None:
         return "takes no float8; leave it out"
     return kernel_call.objection(problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from fast_layers.kernel_parts import automatic_axes
+from fast_layers.kernel_parts import automatic_axes, refusals
 from fast_layers.ops.mlp.problem import Problem
 
 ALIGNMENT_BYTES = 16
@@ -25,9 +25,8 @@ def objection(p: Problem) -> str | None:
     alignment = ALIGNMENT_BYTES // (2 if p.float8 is None else 1)
     features = {"in": p.in_features, "hidden": p.hidden_features, "out": p.out_features or alignment}
     sizes = (p.tokens, *features.values())
-    if not all(isinstance(size, int) for size in sizes):
-        symbolic = ", ".join(str(size) for size in sizes if not isinstance(size, int))
-        return f"needs sizes known when tracing, got symbolic {symbolic}"
+    if reason := refusals.symbolic(sizes):
+        return reason
     if uneven := [f"{name}_features={size}" for name, size in features.items() if size % alignment]:
         return f"takes features in multiples of {alignment}, got {', '.join(uneven)}; pad the weights"
     return None

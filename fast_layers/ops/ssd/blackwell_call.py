@@ -13,26 +13,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fast_layers.arch import Arch
-from fast_layers.kernel_parts import automatic_axes
+from fast_layers.kernel_parts import automatic_axes, refusals
 from fast_layers.ops.ssd.blackwell_config import BLACKWELL_ROWS, HEAD_DIMS, STATE_DIMS, BlackwellForwardTiles
 from fast_layers.ops.ssd.hopper_call import decay_factors, for_tma
 from fast_layers.ops.ssd.problem import DEFAULT_CHUNK, Aux, Inputs, Problem, Residuals, Scanned
 
-CAPABILITIES = ((10, 0), (10, 3))
-
 
 def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     p = problem
-    if arch.platform != "cuda" or arch.capability not in CAPABILITIES:
-        return f"needs an NVIDIA GPU of compute capability 10.0 (B200) or 10.3 (B300), got {arch}"
+    if reason := refusals.not_blackwell(arch):
+        return reason
     if automatic_axes.may_be_partitioned():
         return f"{automatic_axes.WAY_OUT}, or shard batch and heads over explicit mesh axes"
     if p.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {p.dtype}; cast x, B, C and z"
-    sizes = (p.batch, p.length)
-    if not all(isinstance(size, int) for size in sizes):
-        symbolic = ", ".join(str(size) for size in sizes if not isinstance(size, int))
-        return f"needs sizes known when tracing, got symbolic {symbolic}"
+    if reason := refusals.symbolic((p.batch, p.length)):
+        return reason
     if p.head_dim not in HEAD_DIMS:
         return f"takes heads of {', '.join(map(str, HEAD_DIMS))} channels, got {p.head_dim}"
     if p.state_dim not in STATE_DIMS:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from fast_layers.arch import Arch
 from fast_layers.dispatch import Pass
-from fast_layers.kernel_parts import automatic_axes
+from fast_layers.kernel_parts import automatic_axes, refusals
 from fast_layers.ops.ssd.config import (
     HEAD_DIMS,
     MULTIPROCESSORS,
@@ -34,18 +34,14 @@ _FORGETS_ALL_LOG2 = -160.0
 
 def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     p = problem
-    if arch.capability is None or arch.platform != "cuda":
-        return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got {arch}"
-    if arch.capability != (9, 0):
-        return f"needs compute capability 9.0 (H100, H200), got {arch.capability[0]}.{arch.capability[1]}"
+    if reason := refusals.not_hopper(arch):
+        return reason
     if automatic_axes.may_be_partitioned():
         return f"{automatic_axes.WAY_OUT}, or shard batch and heads over explicit mesh axes"
     if p.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {p.dtype}; cast x, B, C and z"
-    sizes = (p.batch, p.length)
-    if not all(isinstance(size, int) for size in sizes):
-        symbolic = ", ".join(str(size) for size in sizes if not isinstance(size, int))
-        return f"needs sizes known when tracing, got symbolic {symbolic}"
+    if reason := refusals.symbolic((p.batch, p.length)):
+        return reason
     if p.head_dim not in HEAD_DIMS:
         return f"takes heads of {', '.join(map(str, HEAD_DIMS))} channels, got {p.head_dim}"
     if p.state_dim not in STATE_DIMS:

@@ -127,9 +127,9 @@ def test_refuses_with_the_reason(options, words):
         (Arch("tpu", "TPU v5e"), "needs an NVIDIA GPU"),
         (Arch("rocm", "MI300X", (9, 4)), "needs an NVIDIA GPU"),
         (Arch("cuda"), "needs an NVIDIA GPU of compute capability 9.0"),
-        (Arch("cuda", "NVIDIA A100", (8, 0)), "needs compute capability 9.0 (H100, H200), got 8.0"),
-        (Arch("cuda", "NVIDIA L4", (8, 9)), "got 8.9"),
-        (Arch("cuda", "NVIDIA B200", (10, 0)), "got 10.0"),
+        (Arch("cuda", "NVIDIA A100", (8, 0)), "9.0 (H100, H200), got cuda (NVIDIA A100, sm_80)"),
+        (Arch("cuda", "NVIDIA L4", (8, 9)), "got cuda (NVIDIA L4, sm_89)"),
+        (Arch("cuda", "NVIDIA B200", (10, 0)), "got cuda (NVIDIA B200, sm_100)"),
     ],
     ids=str,
 )

@@ -114,8 +114,8 @@ def test_refuses_with_the_reason(fields, words):
         (Arch("cpu"), "needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got cpu"),
         (Arch("rocm", "MI300X", (9, 4)), "needs an NVIDIA GPU"),
         (Arch("cuda"), "needs an NVIDIA GPU of compute capability 9.0"),
-        (Arch("cuda", "NVIDIA A100", (8, 0)), "needs compute capability 9.0 (H100, H200), got 8.0"),
-        (Arch("cuda", "NVIDIA B200", (10, 0)), "got 10.0"),
+        (Arch("cuda", "NVIDIA A100", (8, 0)), "9.0 (H100, H200), got cuda (NVIDIA A100, sm_80)"),
+        (Arch("cuda", "NVIDIA B200", (10, 0)), "got cuda (NVIDIA B200, sm_100)"),
     ],
     ids=str,
 )

@@ -1,0 +1,32 @@
+"""Refusals that the kernels of several ops share: the reason, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fast_layers.arch import Arch
+
+_HOPPER = (9, 0)
+_BLACKWELL = ((10, 0), (10, 3))
+
+MOST_NUMBERS = 2**31 - 1
+"""In one array, where a kernel's offsets have 32 bits."""
+
+
+def not_hopper(arch: Arch) -> str | None:
+    if arch.platform == "cuda" and arch.capability == _HOPPER:
+        return None
+    return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got {arch}"
+
+
+def not_blackwell(arch: Arch) -> str | None:
+    if arch.platform == "cuda" and arch.capability in _BLACKWELL:
+        return None
+    return f"needs an NVIDIA GPU of compute capability 10.0 (B200) or 10.3 (B300), got {arch}"
+
+
+def symbolic(sizes: Iterable[Any]) -> str | None:
+    """Of `jax.export`: a kernel's tiles and grid follow from the sizes."""
+    unknown = ", ".join(str(size) for size in sizes if not isinstance(size, int))
+    return f"needs sizes known when tracing, got symbolic {unknown}" if unknown else None
