@@ -25,9 +25,6 @@ pytestmark = [
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """`spills`: bytes of spilled stores that each kernel may have, what ptxas 13.3 made of them on 2026-11-22 and a
-    fifth more: addresses and bounds that it hoists out of loops."""
-
     length: int = 8192
     q_len: int | None = None
     kv_heads: int = 16
@@ -38,7 +35,6 @@ class Call:
     mask: bool = False
     tiles: dict[str, Any] | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    spills: int = 0
 
     @property
     def kernels(self) -> set[str]:
@@ -78,31 +74,72 @@ CAUSAL = {"is_causal": True}
 DROPOUT = {"dropout_rate": 0.1}
 EVERYTHING = {"is_causal": True, "softcap": 30.0, "sinks": np.zeros(16, np.float32), "local_window_size": (1024, 0)}
 LEAN = {
-    "d128 causal": Call(options=CAUSAL, spills=40),
-    "d64 segments": Call(kv_heads=4, qk_dim=64, segments=True, options=CAUSAL, spills=80),
+    "d128 causal": Call(options=CAUSAL),
+    "d64 segments": Call(kv_heads=4, qk_dim=64, segments=True, options=CAUSAL),
 }
 REST = {
-    "d128 full": Call(spills=40),
-    "d64 full": Call(qk_dim=64, spills=40),
-    "d64 causal": Call(qk_dim=64, options=CAUSAL, spills=40),
-    "d80 causal, odd length": Call(2047, qk_dim=80, options=CAUSAL, spills=40),
-    "d128 segments": Call(kv_heads=4, segments=True, options=CAUSAL, spills=160),
-    "d128 everything": Call(kv_heads=4, segments=True, options=EVERYTHING, spills=400),
-    "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL, spills=40),
-    "d256 causal": Call(qk_dim=256, options=CAUSAL, spills=80),
-    "few queries": Call(100, kv_heads=4, options=CAUSAL, spills=40),
-    "d128 causal, polynomials": Call(tiles={"polynomial_columns": 8}, options=CAUSAL, spills=40),
-    "d128 causal, dynamic": Call(tiles={"dynamic": True}, options=CAUSAL, spills=400),
-    "d128 bias": Call(2048, bias=True, spills=40),
-    "d128 causal, dropout": Call(2048, options=CAUSAL | DROPOUT, spills=40),
-    "d64 mask, dropout": Call(2048, qk_dim=64, mask=True, options=DROPOUT, spills=40),
+    "d128 full": Call(),
+    "d64 full": Call(qk_dim=64),
+    "d64 causal": Call(qk_dim=64, options=CAUSAL),
+    "d80 causal, odd length": Call(2047, qk_dim=80, options=CAUSAL),
+    "d128 segments": Call(kv_heads=4, segments=True, options=CAUSAL),
+    "d128 everything": Call(kv_heads=4, segments=True, options=EVERYTHING),
+    "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL),
+    "d256 causal": Call(qk_dim=256, options=CAUSAL),
+    "few queries": Call(100, kv_heads=4, options=CAUSAL),
+    "d128 causal, polynomials": Call(tiles={"polynomial_columns": 8}, options=CAUSAL),
+    "d128 causal, dynamic": Call(tiles={"dynamic": True}, options=CAUSAL),
+    "d128 bias": Call(2048, bias=True),
+    "d128 causal, dropout": Call(2048, options=CAUSAL | DROPOUT),
+    "d64 mask, dropout": Call(2048, qk_dim=64, mask=True, options=DROPOUT),
     "d256 everything per score": Call(
-        2048, qk_dim=256, bias=True, mask=True, options=CAUSAL | DROPOUT | {"softcap": 30.0}, spills=670
+        2048, qk_dim=256, bias=True, mask=True, options=CAUSAL | DROPOUT | {"softcap": 30.0}
     ),
     "d64 decoding": Call(q_len=1, kv_heads=4, qk_dim=64),
     "d128 decoding": Call(q_len=1, kv_heads=4),
     "d256 decoding": Call(q_len=1, kv_heads=4, qk_dim=256),
-    "d128 chunk": Call(q_len=300, kv_heads=4, options=CAUSAL | {"q_offset": "bottom_right"}, spills=40),
+    "d128 chunk": Call(q_len=300, kv_heads=4, options=CAUSAL | {"q_offset": "bottom_right"}),
+}
+
+# Bytes of spilled stores that a kernel may have, 0 where nothing is said: about a fifth above what ptxas 13.3 made of
+# them on 2026-11-22, on B200 or B300. They are addresses and bounds that it hoists out of loops. A bias' gradient, too,
+# is to keep to FORWARD_SPILLS.
+FORWARD_SPILLS = {
+    "d128 causal": 40,
+    "d64 segments": 80,
+    "d128 full": 40,
+    "d64 full": 40,
+    "d64 causal": 40,
+    "d80 causal, odd length": 40,
+    "d128 segments": 160,
+    "d128 everything": 400,
+    "d192/128 causal": 40,
+    "d256 causal": 80,
+    "few queries": 40,
+    "d128 causal, polynomials": 40,
+    "d128 causal, dynamic": 400,
+    "d128 bias": 40,
+    "d128 causal, dropout": 40,
+    "d64 mask, dropout": 40,
+    "d256 everything per score": 670,
+    "d128 chunk": 40,
+}
+BACKWARD_SPILLS = {
+    "d128 causal": 40,
+    "d64 segments": 80,
+    "d128 full": 40,
+    "d64 full": 40,
+    "d64 causal": 40,
+    "d80 causal, odd length": 40,
+    "d128 segments": 160,
+    "d128 everything": 400,
+    "d192/128 causal": 40,
+    "d256 causal": 80,
+    "few queries": 40,
+    "d128 bias": 40,
+    "d128 causal, dropout": 40,
+    "d64 mask, dropout": 40,
+    "d256 everything per score": 670,
 }
 
 
@@ -139,6 +176,8 @@ def test_kernels_compile_well(gpu, calls):
             multiplies = kernel.name != "combine_parts"
             if multiplies and not 0 < (kernel.tmem_columns or 0) <= BLACKWELL_TMEM_COLUMNS:
                 faults.append(f"{where}: {kernel.tmem_columns} columns of {BLACKWELL_TMEM_COLUMNS}")
-            if kernel.spill_store_bytes > call.spills:
-                faults.append(f"{where}: {kernel.spill_store_bytes} bytes are spilled, of {call.spills} at most")
+            of_pass = BACKWARD_SPILLS if kernel.name.startswith("attention_backward") else FORWARD_SPILLS
+            most = of_pass.get(name, 0)
+            if kernel.spill_store_bytes > most:
+                faults.append(f"{where}: {kernel.spill_store_bytes} bytes are spilled, of {most} at most")
     assert not faults, "\n".join(faults)
