@@ -333,6 +333,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         Peer("fast_layers", our_layer),
         Peer("fast_layers xla", functools.partial(our_layer, backend="xla")),
         Peer("fast_layers hopper scan", functools.partial(our_layer, scan="hopper")),
+        Peer("fast_layers blackwell scan", functools.partial(our_layer, scan="blackwell")),
         Peer("fast_layers hopper", functools.partial(our_layer, backend="hopper")),
         Peer("again", our_layer),
         Peer("jax", jax_layer),
