@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from fast_layers.kernel_parts.kv_range import KvRange
+from fast_layers.kernel_parts.nearest_integers import nearest_integers
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
@@ -295,8 +297,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             value = inputs.value.at[example, pl.ds(k_start + i * ROWS, ROWS), kv_head]
             plgpu.copy_gmem_to_smem(value, s.v_slot.at[i], s.kv_ready)
 
-        def load_queries(step, _):
-            head, q_index = piece.place(step)
+        def load_queries(head, q_index, step, _hides):
             slot, rows = lax.rem(step, ring), pl.ds(q_index * q_tile, q_tile)
 
             @pl.when(step >= ring)
@@ -315,8 +316,9 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             plgpu.copy_gmem_to_smem(inputs.delta.at[example, head, rows], s.row_slots.at[DELTA, slot], ready)
             if inputs.units is not None:
                 plgpu.copy_gmem_to_smem(inputs.units.at[example, head, rows], s.row_slots.at[UNITS, slot], ready)
+            return step + 1
 
-        lax.fori_loop(0, piece.steps, load_queries, None)
+        piece.each_query_tile(load_queries, jnp.int32(0))
 
     def compute(
         inputs: Any,
@@ -408,15 +410,14 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         # Of the 64 in a tile of queries whose dQ this warpgroup sums up.
         first_row = warpgroup * ROWS if by_rows else 0
 
-        def add_d_query(d_query, units, step, exists=None):
+        def add_d_query(d_query, step: _Before, exists=None):
             """Adds this warpgroup's half of a step's dQ to the sum in the GPU's memory."""
-            head, q_index = piece.place(step)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             slot = s.d_query_slots.at[warpgroup]
-            slot[...] = as_summed(d_query, units)
+            slot[...] = as_summed(d_query, step.units)
             plgpu.commit_smem()
             columns = pl.ds(0 if by_rows else warpgroup * panel, panel)
-            to = d_query_ref.at[example, pl.ds(q_index * q_tile + first_row, ROWS), head, columns]
+            to = d_query_ref.at[example, pl.ds(step.q_index * q_tile + first_row, ROWS), step.head, columns]
             plgpu.copy_smem_to_gmem(slot, to, exists, reduction_op="add")
 
         def multiply_d_query(acc, buffer):
@@ -424,10 +425,10 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             plgpu.wgmma(acc, s.d_scores.at[buffer, mine].T, s.k_slot.at[columns])
 
         def over_queries(d_key, d_value):
-            def step(i, units_before, hides):
+            def step(head, q_index, before: _Before, hides):
+                i = before.steps
                 slot, buffer = lax.rem(i, ring), lax.rem(i, 2)
                 query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
-                head, q_index = piece.place(i)
                 weights, kept, d_weights = pl.run_scoped(
                     functools.partial(weights_and_gradients, slot=slot, head=head, q_index=q_index, hides=hides),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
@@ -456,10 +457,10 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 d_query = pl.run_scoped(d_query_and_key, plgpu.WGMMAAccumulatorRef((ROWS, panel), jnp.float32))
                 plgpu.barrier_arrive(s.d_out_consumed.at[slot])
                 plgpu.barrier_arrive(s.scores_consumed.at[1 - buffer])
-                add_d_query(d_query, units_before, jnp.maximum(i - 1, 0), i > 0)
+                add_d_query(d_query, before, i > 0)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(s.q_consumed.at[slot])
-                return units
+                return _Before(i + 1, head, q_index, units)
 
             def write_d_scores(buffer, d_scores):
                 for j in range(q_tile // ROWS):
@@ -467,23 +468,14 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(s.scores_ready.at[buffer])
 
-            def each_step(units):
-                def some(begin, end, units, hides):
-                    return lax.fori_loop(begin, end, functools.partial(step, hides=hides), units)
-
-                if not piece.ragged_apart:
-                    return some(0, piece.steps, units, mask.hides)
-                # A branch between products would keep ptxas from overlapping them.
-                units = some(0, piece.ragged_steps, units, True)
-                return some(piece.ragged_steps, piece.steps, units, False)
-
             @pl.when(piece.steps > 0)
             def _all_steps():
                 # The step before the first has no scores: its dQ, of whatever stands there, is added to nothing.
                 plgpu.barrier_arrive(s.scores_ready.at[1])
                 any_units = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), BY_ROW) if p.reproducible else None
-                units = each_step(any_units)
-                buffer = lax.rem(piece.steps - 1, 2)
+                start = _Before(jnp.int32(0), piece.first_head, piece.first, any_units)
+                before = piece.each_query_tile(step, start)
+                buffer = lax.rem(before.steps - 1, 2)
                 plgpu.barrier_wait(s.scores_ready.at[buffer])
 
                 def last(acc):
@@ -491,7 +483,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                     return acc[...]
 
                 d_query = pl.run_scoped(last, plgpu.WGMMAAccumulatorRef((ROWS, panel), jnp.float32))
-                add_d_query(d_query, units, piece.steps - 1)
+                add_d_query(d_query, before)
                 plgpu.barrier_arrive(s.scores_consumed.at[buffer])
                 plgpu.barrier_wait(s.scores_consumed.at[buffer])  # K's slot is free once both have used it for dQ
 
@@ -540,10 +532,11 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
 class _Piece(NamedTuple):
     """The work on one tile of keys: its query tiles, for each query head of the group.
 
-    With `ragged_apart` those that the mask cuts through come first, of all heads, then the `full` ones.
+    With `ragged_apart` those that the mask cuts through come before the `full` ones of their head.
     """
 
     problem: Problem
+    mask: TileMask
     ragged_apart: bool
     example: Any
     kv_head: Any
@@ -563,37 +556,45 @@ class _Piece(NamedTuple):
         if apart:
             full_first, full_last = mask.full_queries(kv_index * KV_TILE, KV_TILE)
             full = jnp.clip(full_first, first, last), jnp.clip(full_last, first, last)
-        return cls(p, apart, example, kv_head, kv_index, first, last, full)
+        return cls(p, mask, apart, example, kv_head, kv_index, first, last, full)
+
+    @property
+    def first_head(self) -> Any:
+        return self.kv_head * self.problem.group
 
     @property
     def steps(self) -> Any:
         return (self.last - self.first) * self.problem.group
 
-    @property
-    def ragged_steps(self) -> Any:
-        return (self.last - self.first - (self.full[1] - self.full[0])) * self.problem.group
+    def each_query_tile(self, role: Callable[..., Any], state: Any) -> Any:
+        """The last `state = role(head, q_index, state, hides)`; `hides`: whether the mask may hide some scores."""
 
-    def place(self, step: Any) -> tuple[Any, Any]:
-        """(query head, query tile) of a step."""
-        first_head, group = self.kv_head * self.problem.group, self.problem.group
+        def some(head, begin, end, hides, place, state):
+            return lax.fori_loop(begin, end, lambda i, state: role(head, place(i), state, hides), state)
 
-        def of_heads(step, tiles):
-            """(query head, which of its tiles)."""
-            if group == 1:
-                return first_head, step
-            turn = lax.div(step, jnp.maximum(tiles, 1))
-            return first_head + turn, step - turn * tiles
+        def of_head(head, state):
+            if not self.ragged_apart:
+                return some(head, self.first, self.last, self.mask.hides, lambda i: i, state)
+            # A branch between products would keep ptxas from overlapping them.
+            full_first, full_last = self.full
+            fulls, after_fulls = full_last - full_first, self.mask.low is not None
+            ragged = (lambda i: i + jnp.where(i < full_first, 0, fulls)) if after_fulls else lambda i: i
+            state = some(head, self.first, self.last - fulls, True, ragged, state)
+            return some(head, full_first, full_last, False, lambda i: i, state)
 
-        if not self.ragged_apart:
-            head, place = of_heads(step, self.last - self.first)
-            return head, self.first + place
-        fulls = self.full[1] - self.full[0]
-        raggeds = self.last - self.first - fulls
-        is_ragged = step < self.ragged_steps
-        head, place = of_heads(step - jnp.where(is_ragged, 0, self.ragged_steps), jnp.where(is_ragged, raggeds, fulls))
-        ragged = self.first + place
-        ragged += jnp.where(ragged < self.full[0], 0, fulls)
-        return head, jnp.where(is_ragged, ragged, self.full[0] + place)
+        if self.problem.group == 1:
+            return of_head(self.first_head, state)
+        heads = self.first_head, self.first_head + self.problem.group
+        return lax.fori_loop(*heads, of_head, state)
+
+
+class _Before(NamedTuple):
+    """The step before: how many there were up to it, its query head and tile, and the units of its rows."""
+
+    steps: Any
+    head: Any
+    q_index: Any
+    units: Any
 
 
 def summed_dtype(p: Problem) -> Any:
@@ -602,9 +603,7 @@ def summed_dtype(p: Problem) -> Any:
 
 
 def as_summed(d_query: Float[Array, "t c"], units: Float[Array, " t"] | None) -> Array:
-    if units is None:
-        return d_query
-    return (d_query * lax.broadcast_in_dim(units, d_query.shape, [0])).astype(jnp.int32)
+    return d_query if units is None else nearest_integers(d_query, lax.broadcast_in_dim(units, d_query.shape, [0]))
 
 
 def make_finite(tile: Any) -> None:
