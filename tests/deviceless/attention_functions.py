@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 
 import fast_layers
+from deviceless import functions
 from fast_layers.ops.attention import api, blackwell_fwd
 from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
 
@@ -17,6 +19,12 @@ def blackwell_forward(query: jax.Array, key: jax.Array, value: jax.Array, *, til
     problem = given.problem(inputs, aux)
     chosen = dataclasses.replace(BlackwellForwardTiles.of(problem), **tiles)
     return blackwell_fwd.attend(problem, inputs, aux, chosen)
+
+
+def any_order(*arrays: Any, per_score: bool = False, **options):
+    """The output and all gradients, whose sums may come in any order."""
+    with fast_layers.use_backends(reproducible=False):
+        return (attention_per_score if per_score else functions.attention_and_gradients)(*arrays, **options)
 
 
 def attention_per_score(

@@ -16,7 +16,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.arch import Arch
 from fast_layers.dispatch import Backend
-from fast_layers.ops.attention import blackwell_bias_grad, blackwell_bwd, blackwell_call, blackwell_fwd, forward_parts
+from fast_layers.ops.attention import (
+    blackwell_bias_grad,
+    blackwell_bwd,
+    blackwell_bwd_fused,
+    blackwell_call,
+    blackwell_fwd,
+    blackwell_grad_parts,
+    forward_parts,
+)
 
 B200 = Arch("cuda", "NVIDIA B200", (10, 0))
 BLACKWELL = Backend(
@@ -31,7 +39,7 @@ BLACKWELL = Backend(
 def patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
     """Attributes replaced, and the kernels traced anew inside."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (blackwell_fwd, blackwell_bwd, blackwell_bias_grad):
+        for module in (blackwell_fwd, blackwell_bwd, blackwell_bwd_fused, blackwell_bias_grad):
             # Without its jit, which would give back what was traced before.
             patch.setattr(module, "_launch", module._launch.__wrapped__)
         for target, name, value in patches:
@@ -103,6 +111,6 @@ def without(
 ) -> Iterator[Without]:
     stand_in = Without(*events) if stand_in is None else stand_in
     scratch = (module, "_Scratch", stand_in.recording(module._Scratch))
-    shared = ((forward_parts, "plgpu", stand_in),) if module is blackwell_fwd else ()
-    with patched((module, "plgpu", stand_in), *shared, scratch, *patches):
+    shared = forward_parts if module is blackwell_fwd else blackwell_grad_parts
+    with patched((module, "plgpu", stand_in), (shared, "plgpu", stand_in), scratch, *patches):
         yield stand_in

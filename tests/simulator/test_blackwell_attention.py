@@ -11,9 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from selection import some_each_run
 
-from fast_layers.ops.attention import api, blackwell_bwd, blackwell_call, blackwell_fwd, forward_parts, reference, xla
-from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
+import fast_layers
+from fast_layers.ops.attention import (
+    api,
+    blackwell_bwd,
+    blackwell_bwd_fused,
+    blackwell_call,
+    blackwell_fwd,
+    forward_parts,
+    reference,
+    xla,
+)
+from fast_layers.ops.attention.blackwell_config import BlackwellBackwardTiles, BlackwellForwardTiles
 from fast_layers.ops.attention.problem import Residuals
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
@@ -24,18 +35,37 @@ from simulator.test_hopper_attention import CASES
 pytestmark = pytest.mark.simulator
 
 # One of each kind: the glue is Hopper's, and the table's other cases differ in it only.
-LEAN = {"causal", "depth 256", "everything"}
+LEAN = {"depth 256", "everything"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in LEAN else pytest.mark.exhaustive) for name in CASES]
-)
+FUSED = CASES | {
+    "grouped heads, window, documents": Case(
+        batch=1, q_len=290, kv_len=290, heads=2, kv_heads=1, window=(150, 40), documents=(160, 130), softcap=10.0
+    ),
+    "depth 128, three rounds": Case(batch=1, q_len=700, kv_len=128, heads=1, kv_heads=1, qk_dim=128, v_dim=128),
+}
+
+
+@pytest.mark.parametrize("name", some_each_run(CASES, LEAN))
 def test_case(name):
     judged = judge(CASES[name], backend=BLACKWELL)
     assert not judged.faulty, judged.report()
     assert judged.table.ok, judged.report()
     assert not judged.table.refusals
     assert {row.quantity for row in judged.table.rows} >= {"out", "lse", "dq", "dk", "dv"}
+
+
+@pytest.mark.parametrize("name", some_each_run(FUSED, {"grouped heads, window, documents"}))
+def test_fused_backward(name):
+    case = FUSED[name]
+    with fast_layers.use_backends(reproducible=False), patched(), pytest.MonkeyPatch.context() as patch:
+        launched = []
+        launch = blackwell_bwd_fused._launch
+        patch.setattr(blackwell_bwd_fused, "_launch", lambda *args: launched.append(args) or launch(*args))
+        judged = judge(case, backend=BLACKWELL, supports=only("backward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+    assert bool(launched) == (max(case.qk_dim, case.v_dim) <= 128), "two kernels where one does not fit, and only there"
 
 
 @pytest.mark.exhaustive
@@ -235,6 +265,8 @@ FORWARD_FAULTS = {
     "keys never freed": (FORWARD_CASE, ("tcgen05_commit_arrive k_consumed",), "not done"),
     "store's read not awaited": (FORWARD_CASE, ("wait_smem_to_gmem",), ""),
     "mended before it arrives": (MASKED, ("barrier_wait kv_arrived",), "read of SMEM"),
+    "hidden scores not committed": (MASKED, ("commit_tmem #1",), "TMEM"),
+    "scores hidden before they are loaded": (MASKED, ("wait_load_tmem #1",), "TMEM"),
 }
 BACKWARD_CASE = Case(batch=1, q_len=128, kv_len=384, heads=1, kv_heads=1)
 KEYS = dataclasses.replace(BACKWARD_CASE, q_len=384, kv_len=128)
@@ -259,25 +291,70 @@ BACKWARD_FAULTS = {
     "columns never freed": (BACKWARD_CASE, ("tcgen05_commit_arrive qk_consumed",), "not done"),
     "stores not awaited": (BACKWARD_CASE, ("wait_smem_to_gmem",), ""),
 }
+
+
+def fused_tiles(stages, v_stages):
+    tiles = BlackwellBackwardTiles(stages, v_stages, fused=True)
+    return blackwell_bwd.BlackwellBackwardTiles, "of", classmethod(lambda cls, problem: tiles)
+
+
+# Two rounds of the queries' slots and four of the output gradients'; dQ stands apart, or where dP stood.
+FUSED_TILES = fused_tiles(2, 1)
+FUSED_CASE = dataclasses.replace(KEYS, q_len=512)
+ALIASED = dataclasses.replace(KEYS, qk_dim=128, v_dim=128)
+
+FUSED_FAULTS = {
+    "own rows not awaited": (FUSED_CASE, ("barrier_wait own_ready",), "read of SMEM"),
+    "queries not awaited": (FUSED_CASE, ("barrier_wait q_ready",), "read of SMEM"),
+    "queries overwritten": (FUSED_CASE, ("barrier_wait q_consumed",), ""),
+    "output gradients not awaited": (FUSED_CASE, ("barrier_wait d_out_ready",), "read of SMEM"),
+    "output gradients overwritten": (FUSED_CASE, ("barrier_wait d_out_consumed",), ""),
+    "scores read in flight": (FUSED_CASE, ("barrier_wait scores_ready",), ""),
+    "scores overwritten by the other's weights": (FUSED_CASE, ("barrier_wait scores_read",), "alias group"),
+    "scores' load not awaited": (FUSED_CASE, ("wait_load_tmem #2",), "alias group"),
+    "weights not awaited": (FUSED_CASE, ("barrier_wait weights_ready",), ""),
+    "weights not committed": (FUSED_CASE, ("commit_tmem",), "TMEM"),
+    "weights overwritten in flight": (FUSED_CASE, ("barrier_wait weights_consumed",), "alias group"),
+    "d_weights read in flight": (FUSED_CASE, ("barrier_wait d_weights_ready",), ""),
+    "d_weights' load not awaited": (ALIASED, ("wait_load_tmem #3", "wait_load_tmem #5"), "alias group"),
+    "dS not awaited": (FUSED_CASE, ("barrier_wait d_scores_ready",), ""),
+    "dS not committed": (FUSED_CASE, ("commit_smem #3",), "SMEM"),
+    "dQ read in flight": (FUSED_CASE, ("barrier_wait d_query_ready",), "TMEM"),
+    "dQ overwritten while read": (FUSED_CASE, ("barrier_wait d_query_read",), ""),
+    "dQ overwritten by d_weights": (ALIASED, ("barrier_wait d_query_read",), "alias group"),
+    "dQ's load not awaited": (FUSED_CASE, ("wait_load_tmem #1",), "TMEM"),
+    "dQ's part not committed": (FUSED_CASE, ("commit_smem #1",), "SMEM"),
+    "dQ's slot overwritten": (FUSED_CASE, ("wait_smem_to_gmem #1",), "write of SMEM"),
+    "sums read in flight": (FUSED_CASE, ("barrier_wait sums_ready",), "TMEM"),
+    "queries never freed": (FUSED_CASE, ("tcgen05_commit_arrive q_consumed",), "not done"),
+    "last stores not awaited": (FUSED_CASE, ("wait_smem_to_gmem #3",), ""),
+}
 # The rest need the same machinery to be found.
-LEAN_FAULTS = {"keys not awaited", "weights overwritten in flight", "weights not committed"}
-
-
-def _faults(faults):
-    return [pytest.param(name, marks=() if name in LEAN_FAULTS else pytest.mark.exhaustive) for name in faults]
+LEAN_FAULTS = {
+    blackwell_fwd: {"keys not awaited", "weights not committed", "weights overwritten in flight"},
+    blackwell_bwd: {"weights overwritten in flight"},
+    blackwell_bwd_fused: {"dQ's slot overwritten"},
+}
 
 
 def _run(module, case, *events):
     pass_ = "forward" if module is blackwell_fwd else "backward"
-    with without(module, *events, patches=(FORWARD_TILES,)) as stand_in:
+    patches = (FORWARD_TILES, *((FUSED_TILES,) if module is blackwell_bwd_fused else ()))
+    with without(module, *events, patches=patches) as stand_in:
         return stand_in, judge(case, backend=BLACKWELL, supports=only(pass_), timeout=10.0)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("module", "case"),
-    [(blackwell_fwd, FORWARD_CASE), (blackwell_fwd, MASKED), (blackwell_bwd, BACKWARD_CASE), (blackwell_bwd, KEYS)],
-    ids=["forward", "masked", "backward", "keys"],
+    [
+        pytest.param(blackwell_fwd, FORWARD_CASE, id="forward"),
+        pytest.param(blackwell_fwd, MASKED, id="masked"),
+        pytest.param(blackwell_bwd, BACKWARD_CASE, id="backward"),
+        pytest.param(blackwell_bwd, KEYS, id="keys"),
+        pytest.param(blackwell_bwd_fused, FUSED_CASE, id="fused"),
+        pytest.param(blackwell_bwd_fused, ALIASED, id="fused, aliased"),
+    ],
 )
 def test_without_a_fault_nothing_is_found(module, case):
     stand_in, judged = _run(module, case)
@@ -295,14 +372,19 @@ def _found(module, case, events, text):
     assert text in "\n".join([*sim.races, sim.failure or ""]), sim.report()
 
 
-@pytest.mark.parametrize("fault", _faults(FORWARD_FAULTS))
+@pytest.mark.parametrize("fault", some_each_run(FORWARD_FAULTS, LEAN_FAULTS[blackwell_fwd]))
 def test_planted_fault_of_the_forward_is_found(fault):
     _found(blackwell_fwd, *FORWARD_FAULTS[fault])
 
 
-@pytest.mark.parametrize("fault", _faults(BACKWARD_FAULTS))
+@pytest.mark.parametrize("fault", some_each_run(BACKWARD_FAULTS, LEAN_FAULTS[blackwell_bwd]))
 def test_planted_fault_of_the_backward_is_found(fault):
     _found(blackwell_bwd, *BACKWARD_FAULTS[fault])
+
+
+@pytest.mark.parametrize("fault", some_each_run(FUSED_FAULTS, LEAN_FAULTS[blackwell_bwd_fused]))
+def test_planted_fault_of_the_fused_backward_is_found(fault):
+    _found(blackwell_bwd_fused, *FUSED_FAULTS[fault])
 
 
 @pytest.mark.parametrize(
@@ -310,11 +392,12 @@ def test_planted_fault_of_the_backward_is_found(fault):
     [
         pytest.param(blackwell_fwd, "out", id="forward"),
         pytest.param(blackwell_bwd, "dq", id="backward", marks=pytest.mark.exhaustive),
+        pytest.param(blackwell_bwd_fused, "dk", id="fused", marks=pytest.mark.exhaustive),
     ],
 )
 def test_wrong_slot_is_found(module, quantity):
     """The loader counts its slots from one further than the matmuls do."""
-    rings = {"k_slots", "ring_qk"}
+    rings = {"k_slots", "ring_qk", "d_out_slots"}
 
     def shifted(copy):
         def copy_elsewhere(source, slot, barrier, **options):
@@ -325,7 +408,10 @@ def test_wrong_slot_is_found(module, quantity):
         return copy_elsewhere
 
     case = dataclasses.replace(FORWARD_CASE, heads=1, kv_heads=1)
-    with without(module, patches=(forward_tiles(BlackwellForwardTiles(1, 64)),)) as stand_in:
+    patches = (forward_tiles(BlackwellForwardTiles(1, 64)),)
+    if module is blackwell_bwd_fused:
+        case, patches = KEYS, (fused_tiles(2, 2),)
+    with without(module, patches=patches) as stand_in:
         stand_in.copy_gmem_to_smem = shifted(blackwell_fwd.plgpu.copy_gmem_to_smem)
         judged = judge(case, backend=BLACKWELL, supports=only("forward" if quantity == "out" else "backward"))
     assert stand_in.hits > 0

@@ -38,21 +38,21 @@ from jaxtyping import Array, Float, Int
 from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.over_batch import over_batch
-from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
+from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention.blackwell_config import BlackwellBackwardTiles
+from fast_layers.ops.attention.blackwell_grad_parts import d_scores, log2_weights, store_sums, weigh
 from fast_layers.ops.attention.blackwell_tile import (
     BY_ROW,
     NATIVE,
     ROWS,
-    STAGED,
     NativeTileMask,
     column_slices,
 )
 from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
 from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, Residuals, finite_or_zero
 from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
-from fast_layers.ops.attention.tile_mask import TileMask, by_row, tanh
+from fast_layers.ops.attention.tile_mask import TileMask, by_row
 from fast_layers.ops.attention.xla import sink_gradient
 
 BUFFERS = 2
@@ -81,6 +81,8 @@ def attend_grad(
     """Gradients of all inputs, in the inputs' dtypes."""
     p = problem
     tiles = BlackwellBackwardTiles.of(p) if tiles is None else tiles
+    if reason := tiles.misfit(p):
+        raise ValueError(f"{tiles}: {reason}; leave the choice to BlackwellBackwardTiles.of")
     inputs, aux, out, lse = residuals
     query, key, value = inputs.query, inputs.key, inputs.value
     sees_none = lse == -jnp.inf
@@ -110,15 +112,17 @@ def attend_grad(
     def launch(gradients: Gradients, operands: Operands):
         return over_batch(functools.partial(_launch, gradients, tiles), SHARED)(p, operands)
 
-    (d_query,) = launch("queries", operands)
     d_bias = None if inputs.bias is None else _bias_gradient(p, inputs, aux, operands)
+    d_query = None if tiles.fused else launch("queries", operands)[0]
     mask = RowMask.of(p, aux.mask, tiles.step_tile, ROWS)
     operands = operands._replace(
         mask=mask,
         q_span=None if mask is None else _query_span(p, mask, tiles),
         logits=LogitOperands.of(inputs, aux, tiles.step_tile, ROWS, keys_first=True),
     )
-    if tiles.apart:
+    if d_query is None:
+        d_query, d_key, d_value = _launch_fused(tiles, p, operands)
+    elif tiles.apart:
         (d_key,), (d_value,) = launch("keys", operands), launch("values", operands)
     else:
         d_key, d_value = launch("keys_and_values", operands)
@@ -129,6 +133,13 @@ def attend_grad(
         bias=d_bias,
         sinks=None if inputs.sinks is None else sink_gradient(inputs.sinks, lse, delta),
     )
+
+
+def _launch_fused(tiles: BlackwellBackwardTiles, p: Problem, operands: Operands) -> tuple[Array, Array, Array]:
+    from fast_layers.ops.attention import blackwell_bwd_fused
+
+    sums, d_key, d_value = over_batch(functools.partial(blackwell_bwd_fused._launch, tiles), SHARED)(p, operands)
+    return (sums * p.scale).astype(p.dtype), d_key, d_value
 
 
 def _bias_gradient(p: Problem, inputs: Inputs, aux: Aux, operands: Operands) -> Array:
@@ -336,16 +347,10 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
             scores = [plgpu.async_load_tmem(scores_ref.at[:, c], layout=NATIVE) for c in columns]
             d_weights = [plgpu.async_load_tmem(d_weights_ref.at[:, c], layout=NATIVE) for c in columns if sums_qk]
             plgpu.wait_load_tmem()
-            to_log2, d_caps = p.scale * LOG2_E, None
-            if p.softcap is not None:
-                scores = [tanh(x * (p.scale / p.softcap)) for x in scores]
-                d_caps = [(1.0 - x) * (1.0 + x) for x in scores]
-                to_log2 = p.softcap * LOG2_E
-            scores = [x * to_log2 for x in scores]
+            biases = None
             if p.bias is not None:
                 biases = (logits.bias(shape=(ROWS, c.size), **place(c)) for c in columns)
-                scores = [x + bias * LOG2_E for x, bias in zip(scores, biases, strict=True)]
-            scores = [x - of_queries(lse, s.lse_slots, c) for x, c in zip(scores, columns, strict=True)]
+            scores, d_caps = log2_weights(p, scores, biases, (of_queries(lse, s.lse_slots, c) for c in columns))
             if mask.hides:
 
                 def hide_all(scores):
@@ -354,18 +359,13 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
                 ragged = mask.ragged_for_keys(example, tile, own_start, ROWS) if owns_keys else block.span.ragged(tile)
                 scores = lax.cond(ragged, hide_all, lambda x: x, scores)
             for part, c in enumerate(columns):
-                weights = jnp.exp2(scores[part])
-                keep = logits.keep(shape=weights.shape, **place(c)) if p.dropout_rate else None
+                keep = logits.keep(shape=(ROWS, c.size), **place(c)) if p.dropout_rate else None
+                kept, factor = weigh(scores[part], d_caps[part], keep)
                 if sums_v:
-                    kept = weights if keep is None else jnp.where(keep, weights, 0.0)
                     plgpu.async_store_tmem(weights_ref.at[:, c], kept.astype(p.dtype))
                 if sums_qk:
-                    d_weight = d_weights[part]
-                    if keep is not None:
-                        d_weight = jnp.where(keep, d_weight * logits.survived, 0.0)
-                    d_scores = weights * (d_weight - of_queries(delta, s.delta_slots, c))
-                    d_scores = d_scores if d_caps is None else d_scores * d_caps[part]
-                    plgpu.async_store_tmem(d_scores_ref.at[:, c], d_scores.astype(p.dtype))
+                    made = d_scores(p, factor, d_weights[part], of_queries(delta, s.delta_slots, c))
+                    plgpu.async_store_tmem(d_scores_ref.at[:, c], made.astype(p.dtype))
             plgpu.commit_tmem()
             if owns_keys:
                 plgpu.commit_smem()  # lse and delta are read before their slots are refilled
@@ -378,16 +378,8 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
         of_qk, of_v = (s.d_own, s.own_qk, p.scale), (s.d_value, s.own_v, 1.0 / (1.0 - p.dropout_rate))
         sums, slot, factor = (of_qk, of_v)[index] if sums_qk else of_v
         plgpu.barrier_wait(s.sums_ready)
-        for c in column_slices(slot.shape[1], swizzled_columns(slot.shape[1], p.dtype)):
-            part = plgpu.async_load_tmem(sums.at[:, c], layout=STAGED)
-            # Keys that no query sees have no sum.
-            has_sum = jnp.broadcast_to(block.steps > 0, part.shape)
-            part = jnp.where(has_sum, part * factor, jnp.zeros_like(part))
-            slot[:, c] = part.astype(p.dtype)
-        plgpu.commit_smem()
         to = out_ref.at[block.example, pl.ds(block.index * ROWS, ROWS), block.head]
-        plgpu.copy_smem_to_gmem(slot, to)
-        plgpu.wait_smem_to_gmem(0)
+        store_sums(sums, block.steps > 0, factor, slot, to)
 
     def union():
         """A product in float32, and what is made of it."""

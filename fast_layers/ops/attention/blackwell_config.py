@@ -15,6 +15,8 @@ _BLACKWELL_ROWS = 128
 PANELS = 2
 """Parts of a tile of out that leave shared memory in turn where keys are split."""
 PANEL_COLUMNS = 16
+DQ_SLOTS = 2
+"""For parts of dQ on their way to the sum in the GPU's memory."""
 _DEEPEST_RING = 8
 
 
@@ -130,20 +132,28 @@ class BlackwellForwardTiles:
 
 @dataclasses.dataclass(frozen=True)
 class BlackwellBackwardTiles:
-    """The shape of the backward kernels: a block owns 128 rows and goes through tiles of 64.
+    """The shape of the backward kernels: a block owns 128 rows and goes through tiles of 64, or fused of 128.
 
     `stages` slots for what it goes through of queries or keys, `v_stages` for that of output gradients or values;
-    `apart`: whether dK and dV have a kernel each.
+    `apart`: whether dK and dV have a kernel each; `fused`: whether one kernel makes all gradients, and sums dQ in
+    floats in whatever order its blocks come.
     """
 
     stages: int = 4
     v_stages: int = 4
     apart: bool = False
-
-    step_tile = 64
-    """Two buffers of two products of 128 x 64 leave half of tensor memory to the sums of gradients."""
+    fused: bool = False
 
     def __post_init__(self):
+        if self.fused:
+            if self.apart:
+                raise ValueError(f"{self.apart=} and {self.fused=}: one kernel makes all gradients, or several do")
+            if self.stages not in (2, 3, 4) or self.v_stages not in (1, 2, 3, 4):
+                raise ValueError(
+                    f"{self.stages=} must be 2 to 4 and {self.v_stages=} 1 to 4: scores of a step are made before the "
+                    f"step before is done with its queries"
+                )
+            return
         if self.stages not in (2, 4):
             raise ValueError(f"{self.stages=} must be 2 or 4: even, since two warpgroups take turns at the slots")
         if self.v_stages not in ((1, 2, 4) if self.apart else (2, 4)):
@@ -154,35 +164,61 @@ class BlackwellBackwardTiles:
 
     @classmethod
     def of(cls, problem: Problem) -> BlackwellBackwardTiles:
-        """The most slots that fit; depth 256 comes to the last."""
+        """One kernel where sums may come in any order and it fits; then the most slots that fit."""
         p = problem
-        apart = not cls().fits_tmem(p.qk_dim, p.v_dim)
-        rings = ((4, 4), (4, 2), (2, 2), (2, 1)) if apart else ((4, 4), (4, 2), (2, 2))
-        choices = (cls(stages, v_stages, apart) for stages, v_stages in rings)
-        return next(tiles for tiles in choices if tiles.smem_bytes(p.qk_dim, p.v_dim) <= BLACKWELL_SMEM_BYTES)
+        choices = [] if p.reproducible else [cls(*rings, fused=True) for rings in ((3, 2), (2, 2), (2, 1))]
+        choices += [cls(*rings) for rings in ((4, 4), (4, 2), (2, 2))]
+        choices += [cls(*rings, apart=True) for rings in ((4, 4), (4, 2), (2, 2), (2, 1))]
+        return next(tiles for tiles in choices if tiles.misfit(p) is None)
 
-    def fits_tmem(self, qk_dim: int, v_dim: int) -> bool:
-        return self.tmem_columns(qk_dim, v_dim) <= BLACKWELL_TMEM_COLUMNS
+    @property
+    def step_tile(self) -> int:
+        """With 64, two buffers of two products leave half of tensor memory to the sums of gradients."""
+        return _BLACKWELL_ROWS if self.fused else 64
+
+    def misfit(self, problem: Problem) -> str | None:
+        """Why these tiles cannot be taken."""
+        depths = problem.qk_dim, problem.v_dim
+        for what, used, limit in (
+            ("columns of tensor memory", self.tmem_columns(*depths), BLACKWELL_TMEM_COLUMNS),
+            ("bytes of shared memory", self.smem_bytes(*depths), BLACKWELL_SMEM_BYTES),
+        ):
+            if used > limit:
+                return f"depths {depths[0]} and {depths[1]} need {used} {what} of {limit}"
+        return None
+
+    def d_query_apart(self, qk_dim: int, v_dim: int) -> bool:
+        """Of the fused kernel: whether dQ has columns of its own, or stands where dP stood."""
+        return 2 * self.step_tile + 2 * qk_dim + v_dim <= BLACKWELL_TMEM_COLUMNS
 
     def tmem_columns(self, qk_dim: int, v_dim: int) -> int:
         """Of the kernel that needs most; what is made of scores stands in their place."""
         qk_dim, v_dim = (-(-depth // 16) * 16 for depth in (qk_dim, v_dim))
+        if self.fused:
+            products = self.step_tile + max(self.step_tile, qk_dim)
+            return products + qk_dim + v_dim + (qk_dim if self.d_query_apart(qk_dim, v_dim) else 0)
         return 4 * self.step_tile + (max(qk_dim, v_dim) if self.apart else qk_dim + v_dim)
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
-        """Of 16-bit tiles; barriers and row vectors take the last 3 KiB."""
+        """Of 16-bit tiles, and of dQ's float32 panels; barriers and row vectors take the last 3 KiB, or 5."""
         qk_dim, v_dim = (-(-depth // 16) * 16 for depth in (qk_dim, v_dim))
         own = _BLACKWELL_ROWS * (qk_dim + v_dim)
-        return 2 * (own + self.step_tile * (self.stages * qk_dim + self.v_stages * v_dim)) + (3 << 10)
+        inputs = 2 * (own + self.step_tile * (self.stages * qk_dim + self.v_stages * v_dim))
+        if not self.fused:
+            return inputs + (3 << 10)
+        panel = 32 if qk_dim % 32 == 0 else 16
+        d_scores, d_query = 2 * _BLACKWELL_ROWS**2, 4 * DQ_SLOTS * _BLACKWELL_ROWS * panel
+        return inputs + d_scores + d_query + ((3 if self.stages == 2 else 5) << 10)
 
     @property
     def compute_registers(self) -> int:
         """Per thread, as the other two: what a block is launched with, dealt out anew in steps of 8."""
-        return 192
+        return 184 if self.fused else 192
 
     @property
     def load_registers(self) -> int:
-        return 64
+        """In the fused kernel this warpgroup adds up dQ too."""
+        return 80 if self.fused else 64
 
     @property
     def multiply_registers(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 import fast_layers
 from fast_layers.arch import Arch
 from fast_layers.dispatch import choose
-from fast_layers.ops.attention import api, blackwell_call
+from fast_layers.ops.attention import api, blackwell_bwd, blackwell_call
 from fast_layers.ops.attention.backends import BACKENDS
 from fast_layers.ops.attention.blackwell_config import (
     BLACKWELL_SMEM_BYTES,
@@ -105,8 +106,34 @@ def test_backward_tiles_fit(depths):
     assert tiles.apart == (sum(depths) > 256)
 
 
-def test_backward_registers():
-    tiles = BlackwellBackwardTiles()
+@pytest.mark.parametrize(
+    ("depths", "fits"),
+    [
+        ((64, 64), True),
+        ((80, 40), True),
+        ((128, 128), True),
+        ((64, 256), False),
+        ((192, 128), False),
+        ((256, 256), False),
+    ],
+    ids=str,
+)
+def test_one_kernel_makes_all_gradients_where_it_fits(depths, fits):
+    with fast_layers.use_backends(reproducible=False):
+        problem = _problem(*depths)
+    tiles = BlackwellBackwardTiles.of(problem)
+    assert tiles.fused == fits
+    assert tiles.misfit(problem) is None
+    if not fits:
+        asked = BlackwellBackwardTiles(2, 1, fused=True)
+        nothing: Any = None
+        with pytest.raises(ValueError, match="of tensor memory of 512; leave the choice"):
+            blackwell_bwd.attend_grad(problem, nothing, nothing, nothing, asked)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_backward_registers(fused):
+    tiles = BlackwellBackwardTiles(fused=fused)
     assert 2 * tiles.compute_registers + tiles.load_registers + tiles.multiply_registers <= 4 * 128
 
 
@@ -131,3 +158,7 @@ def test_tiles_reject_themselves(wrong, text):
         BlackwellBackwardTiles(stages=3)
     with pytest.raises(ValueError, match="with dK and dV apart also 1"):
         BlackwellBackwardTiles(v_stages=1)
+    with pytest.raises(ValueError, match="must be 2 to 4"):
+        BlackwellBackwardTiles(stages=1, fused=True)
+    with pytest.raises(ValueError, match="or several do"):
+        BlackwellBackwardTiles(apart=True, fused=True)

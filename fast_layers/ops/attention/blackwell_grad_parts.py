@@ -1,0 +1,60 @@
+"""What Blackwell's backward kernels make of a tile's two products, part by part of its columns.
+
+With weights P = 2^(log2 weights) and d_weights = V dO^T, or its transpose: dS = factor * (d_weights - delta).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fast_layers.kernel_parts.online_softmax import LOG2_E
+from fast_layers.kernel_parts.smem_tile import swizzled_columns
+from fast_layers.ops.attention.blackwell_tile import STAGED, column_slices
+from fast_layers.ops.attention.problem import Problem
+from fast_layers.ops.attention.tile_mask import tanh
+
+
+def log2_weights(
+    p: Problem, products: list[Any], biases: Iterable[Any] | None, lse_log2: Iterable[Any]
+) -> tuple[list[Any], list[Any]]:
+    """(log2 of the weights before any are hidden, the soft cap's derivative or None)."""
+    to_log2, d_caps = p.scale * LOG2_E, [None] * len(products)
+    if p.softcap is not None:
+        products = [tanh(x * (p.scale / p.softcap)) for x in products]
+        d_caps = [(1.0 - x) * (1.0 + x) for x in products]
+        to_log2 = p.softcap * LOG2_E
+    scores = [x * to_log2 for x in products]
+    if biases is not None:
+        scores = [x + bias * LOG2_E for x, bias in zip(scores, biases, strict=True)]
+    return [x - lse for x, lse in zip(scores, lse_log2, strict=True)], d_caps
+
+
+def weigh(score_log2: Any, d_cap: Any, keep: Any) -> tuple[Any, Any]:
+    """(the weights that dV takes, dS' factor); the factor of a weight that is dropped has its sign changed."""
+    weights = jnp.exp2(score_log2)
+    factor = weights if d_cap is None else weights * d_cap
+    if keep is None:
+        return weights, factor
+    return jnp.where(keep, weights, 0.0), jnp.where(keep, factor, -factor)
+
+
+def d_scores(p: Problem, factor: Any, d_weights: Any, delta: Any) -> Any:
+    if p.dropout_rate:
+        d_weights = jnp.where(factor > 0, d_weights * (1.0 / (1.0 - p.dropout_rate)), 0.0)
+        factor = jnp.abs(factor)
+    return factor * (d_weights - delta)
+
+
+def store_sums(sums: Any, has_sums: Any, factor: float, slot: Any, to: Any) -> None:
+    """From tensor memory through `slot` to the GPU's memory; rows that nobody adds to have no sum."""
+    for c in column_slices(slot.shape[1], swizzled_columns(slot.shape[1], slot.dtype)):
+        part = plgpu.async_load_tmem(sums.at[:, c], layout=STAGED)
+        part = jnp.where(jnp.broadcast_to(has_sums, part.shape), part * factor, jnp.zeros_like(part))
+        slot[:, c] = part.astype(slot.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(slot, to)
+    plgpu.wait_smem_to_gmem(0)
