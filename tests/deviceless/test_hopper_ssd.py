@@ -66,13 +66,19 @@ CALLS = {
     "P64 N128, a group for each head": Call(heads=3, groups=3),
     "P128 N64, everything, odd length": Call(heads=3, head_dim=128, state_dim=64, length=1001, everything=True),
     "P32 N16": Call(heads=4, head_dim=32, state_dim=16),
+    "P64 N256, everything": Call(state_dim=256, everything=True),
+}
+MORE_CALLS = {
     "P64 N64, everything": Call(heads=4, state_dim=64, everything=True),
+    "P64 N256": Call(state_dim=256),
+    "P128 N256, everything, odd length": Call(heads=3, head_dim=128, state_dim=256, length=1001, everything=True),
+    "P64 N256, split": Call(batch=1, length=32_768, state_dim=256),
 }
 SPLIT = Call(batch=1, length=32_768)
 BACKWARD = {"ssd_states", "ssd_backward"}
-# With N 128, ptxas puts aside up to seven addresses, each read again once or twice a panel, rather than have less in
+# From N 128 on, ptxas puts aside up to nine addresses, each read again once or twice a panel, rather than have less in
 # registers of what hides latency.
-MOST_SPILLED_BYTES = {"ssd_backward": 28}
+MOST_SPILLED_BYTES = {("ssd_backward", 128): 28, ("ssd_backward", 256): 36}
 # Of all kernels of a call; a second or two for each on an idle machine.
 MOST_SECONDS = 90.0
 
@@ -83,7 +89,13 @@ def test_forward_compiles_well():
 
 @pytest.mark.exhaustive
 def test_forward_of_a_split_sequence_compiles_well():
-    _check([("split", SPLIT)], "forward", {"ssd_forward", "ssd_states"})
+    splits = [("split", SPLIT), ("P64 N256, split", MORE_CALLS["P64 N256, split"])]
+    _check(splits, "forward", {"ssd_forward", "ssd_states"})
+
+
+@pytest.mark.exhaustive
+def test_forward_of_more_calls_compiles_well():
+    _check([(name, call) for name, call in MORE_CALLS.items() if "split" not in name], "forward", {"ssd_forward"})
 
 
 def test_backward_compiles_well():
@@ -92,7 +104,7 @@ def test_backward_compiles_well():
 
 @pytest.mark.exhaustive
 def test_backward_of_all_calls_compiles_well():
-    _check([*CALLS.items(), ("split", SPLIT)], "backward", BACKWARD)
+    _check([*CALLS.items(), *MORE_CALLS.items(), ("split", SPLIT)], "backward", BACKWARD)
 
 
 def expected_smem_bytes(kernel: str, call: Call) -> int:
@@ -130,7 +142,7 @@ def _check(calls: Iterable[tuple[str, Call]], pass_: Pass, kernels: set[str]) ->
                 f"bytes of shared memory, {kernel.spill_store_bytes} spilled; in {report.seconds:.1f} s"
             )
             faults += [f"{name}: serialised, {warning}" for warning in kernel.serialised_wgmma]
-            if kernel.spill_store_bytes > MOST_SPILLED_BYTES.get(kernel.name, 0):
+            if kernel.spill_store_bytes > MOST_SPILLED_BYTES.get((kernel.name, call.state_dim), 0):
                 faults.append(f"{name}: {kernel.spill_store_bytes} bytes are spilled")
             # The two of a split sequence differ in what they keep, and have one name.
             most = min(HOPPER_SMEM_BYTES, expected_smem_bytes(kernel.name, call))

@@ -15,6 +15,7 @@ OWN_GPUS = {"hopper": {(9, 0)}, "blackwell": {(10, 0), (10, 3)}}
 DOCUMENTED = (
     "takes features in multiples of (8|16),",
     "takes heads of 32, 64, 128 channels",
+    "takes states of 16, 32, 64, 96, 128, got 256",
     "works in chunks of ",
     "takes 2 to 4 taps",
     "takes channels in multiples of 128",

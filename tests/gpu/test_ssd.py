@@ -40,6 +40,21 @@ SHAPES = {
     ),
     "heads of 128": Case(length=200, heads=3, head_dim=128, state_dim=64, initial_state=True),
     "heads of 32": Case(length=200, heads=4, groups=4, head_dim=32, state_dim=16),
+    "a state of 256": Case(
+        length=333,
+        heads=6,
+        groups=2,
+        head_dim=64,
+        state_dim=256,
+        D="head",
+        z=True,
+        softplus=True,
+        dt_bias=True,
+        initial_state=True,
+        segments="rows",
+    ),
+    "a state of 256, split": Case(batch=1, length=2048, heads=3, head_dim=64, state_dim=256, D="head"),
+    "a state of 256, heads of 128": Case(length=1000, heads=3, head_dim=128, state_dim=256, initial_state=True),
     "a split sequence": Case(batch=1, length=2048, heads=2, head_dim=64, state_dim=128, D="head", initial_state=True),
     "many panels a block": Case(batch=2, length=1000, heads=48, head_dim=64, state_dim=128, D="head"),
     "extreme steps": Case(length=300, heads=2, head_dim=64, state_dim=64, dt="extreme", segments="rows"),
@@ -80,10 +95,11 @@ def test_parity(name, shape, dtype):
         assert_close_over_draws(make, f"{name}, {shape}: ", draws=4)
 
 
+@pytest.mark.parametrize("state_dim", [128, 256])
 @pytest.mark.parametrize("name", NAMES)
-def test_twenty_runs_give_the_same_bits(name):
+def test_twenty_runs_give_the_same_bits(name, state_dim):
     """A race between warpgroups shows as bits that change; so inputs stay the same, and other work runs in between."""
-    case = Case(length=1000, heads=80, head_dim=64, state_dim=128, D="head", segments="rows")
+    case = Case(length=1000, heads=80, head_dim=64, state_dim=state_dim, D="head", segments="rows")
     _skip_if_refused(name, case, jnp.bfloat16)
     built, run = build(case, jnp.bfloat16), runner(name)
     rng = np.random.default_rng(0)

@@ -35,7 +35,9 @@ CASES = {
     "one chunk": _case(length=64),
     "five chunks and a tail": _case(length=333, batch=2),
     "heads of 32, a state of 16": _case(length=130, heads=4, head_dim=32, state_dim=16, groups=2, initial_state=True),
-    "heads of 128, a state of 128": _case(length=200, heads=1, head_dim=128, state_dim=128, initial_state=True),
+    "heads of 128, a state of 256": _case(
+        length=130, heads=1, head_dim=128, state_dim=256, D="head", z=True, segments="rows", initial_state=True
+    ),
     "odd heads, a group for each": _case(length=130, heads=3, groups=3),
     "D, z, softplus": _case(length=130, D="channel", z=True, softplus=True, dt_bias=True, limit=(0.0, 0.1)),
     "documents": _case(length=333, batch=2, segments="rows", D="head", initial_state=True),
@@ -43,14 +45,30 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+MORE_CASES = {
+    "heads of 128, a state of 128": _case(length=200, heads=1, head_dim=128, state_dim=128, initial_state=True),
+    "a state of 256, odd heads in groups": _case(length=333, batch=2, heads=6, groups=2, state_dim=256),
+    "a state of 256, one token": _case(length=1, state_dim=256),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_CASES)])
 def test_case(name):
+    _check((CASES | MORE_CASES)[name], name)
+
+
+def _check(case: Case, name: str = "", dtype=jnp.bfloat16, **tiles) -> None:
     def make(draw):
-        built, simulation = simulated(CASES[name], draw=draw)
+        built, simulation = simulated(case, dtype, draw=draw, **tiles)
         want = built.oracle()
         return tuple(simulation.check()), (want.out, want.final_state), plain(built)
 
     assert_close_over_draws(make, f"{name}: ", draws=1)
+
+
+@pytest.mark.exhaustive
+def test_float16_in_two_shares():
+    _check(CASES["heads of 128, a state of 256"], dtype=jnp.float16)
 
 
 @pytest.mark.exhaustive
@@ -59,18 +77,12 @@ def test_case(name):
     [
         (_case(length=180, D="head", z=True, segments="rows", initial_state=True), 3),
         (_case(length=256, batch=2, A="near 0"), 2),
+        (_case(length=200, heads=3, state_dim=256, initial_state=True), 2),
     ],
-    ids=["everything", "forgetting slowly"],
+    ids=["everything", "forgetting slowly", "a state of 256"],
 )
 def test_split_sequence(case, splits):
-    tiles = HopperForwardTiles(2, 2, splits=splits)
-
-    def make(draw):
-        built, simulation = simulated(case, tiles=tiles, draw=draw)
-        want = built.oracle()
-        return tuple(simulation.check()), (want.out, want.final_state), plain(built)
-
-    assert_close_over_draws(make, draws=1)
+    _check(case, tiles=HopperForwardTiles(2, 2, splits=splits))
 
 
 def test_splits_must_divide_the_chunks():
@@ -138,10 +150,32 @@ FAULTS = {
 }
 
 
+# In a state of 256.
+SHARING_FAULTS = {
+    "a share is not awaited": StandIn("barrier_wait share_ready"),
+    "a share is overwritten early": StandIn("barrier_wait share_taken"),
+    "a share is never handed over": StandIn("barrier_arrive share_ready"),
+    "a share is never freed": StandIn("barrier_arrive share_taken"),
+}
+TELLING = ("a share is not awaited", "a share is overwritten early")
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name):
-    with changed(FAULTS[name]) as stand_in:
-        built = build(_case(length=400), jnp.bfloat16)
+    _plant(FAULTS[name], _case(length=400))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in TELLING else pytest.mark.exhaustive) for name in SHARING_FAULTS],
+)
+def test_a_planted_fault_between_shares_is_found(name):
+    _plant(SHARING_FAULTS[name], _case(length=190, heads=1, state_dim=256))
+
+
+def _plant(fault: StandIn, case: Case) -> None:
+    with changed(fault) as stand_in:
+        built = build(case, jnp.bfloat16)
         problem, inputs, aux = problem_of(built)
         tiles = HopperForwardTiles(2, 2)
         simulation = simulate(
@@ -156,8 +190,7 @@ def test_a_planted_fault_is_found(name):
     [
         (_case(), np.float32, "takes bfloat16 and float16, got float32"),
         (_case(head_dim=48), jnp.bfloat16, "takes heads of 32, 64, 128 channels, got 48"),
-        (_case(state_dim=48), jnp.bfloat16, "takes states of 16, 32, 64, 128, got 48"),
-        (_case(state_dim=256), jnp.bfloat16, "got 256, whose state leaves too few registers"),
+        (_case(state_dim=48), jnp.bfloat16, "takes states of 16, 32, 64, 128, 256, got 48"),
         (_case(limit=(-1.0, 1.0)), jnp.bfloat16, "step sizes of 0 and more, got dt_limit=(-1.0, 1.0)"),
         (_case(length=100, chunk_size=32), jnp.bfloat16, "chunks of 64 tokens, got chunk_size=32"),
     ],
@@ -186,6 +219,9 @@ def test_taken_by_itself_where_it_fills_a_gpu_and_only_on_hopper():
         assert "is expected to pay from 4194304 numbers in x on" in dict(choice.refusals)["hopper"]
         large = dataclasses.replace(large, batch=large.batch + 1)
         assert choose(BACKENDS, large, H200, pass_).backend.name == "hopper"
+        choice = choose(BACKENDS, dataclasses.replace(large, state_dim=256), H200, pass_)
+        assert choice.backend.name == "xla"
+        assert "has not run on a GPU with states of more than 128" in dict(choice.refusals)["hopper"]
         # A prime number of chunks is not split.
         long = dataclasses.replace(problem, batch=1, heads=8, groups=1, head_dim=64, length=131 * 64, chunk=64)
         reason = dict(choose(BACKENDS, long, H200, pass_).refusals)["hopper"]

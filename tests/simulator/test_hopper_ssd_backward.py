@@ -40,6 +40,9 @@ MORE_CASES = {
     "extreme steps": _case(length=130, dt="extreme", segments="rows", initial_state=True),
     "forgetting slowly": _case(length=130, A="near 0", initial_state=True),
     "a group in slices": _case(length=70, heads=8),
+    "a state of 256, everything": dataclasses.replace(EVERYTHING, length=130, state_dim=256),
+    "a state of 256, odd heads of 32": _case(length=130, batch=2, heads=3, head_dim=32, state_dim=256, D="channel"),
+    "a state of 256, heads of 128": _case(length=70, heads=2, head_dim=128, state_dim=256, groups=2),
 }
 
 
@@ -60,6 +63,11 @@ def test_everything_in_a_split_sequence():
     _check(EVERYTHING, jnp.bfloat16, state_tiles=HopperStateTiles(2, 2, splits=3))
 
 
+def test_a_state_of_256():
+    """With a part of a chunk alone, D and gate: all that adds up shares of sums."""
+    _check(_case(length=20, heads=1, state_dim=256, D="head", z=True), jnp.bfloat16)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MORE_CASES)
 def test_more_cases(name):
@@ -67,8 +75,9 @@ def test_more_cases(name):
 
 
 @pytest.mark.exhaustive
-def test_float16():
-    _check(EVERYTHING, jnp.float16)
+@pytest.mark.parametrize("state_dim", [64, 256])
+def test_float16(state_dim):
+    _check(dataclasses.replace(EVERYTHING, state_dim=state_dim), jnp.float16)
 
 
 @pytest.mark.exhaustive

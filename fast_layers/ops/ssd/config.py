@@ -11,9 +11,12 @@ HOPPER_SMEM_BYTES = 227 << 10
 ROWS = 64
 """Of one warpgroup's wgmma: tokens of a chunk, and channels of a panel."""
 HEAD_DIMS = (32, 64, 128)
-STATE_DIMS = (16, 32, 64, 128)
+STATE_DIMS = (16, 32, 64, 128, 256)
 FORWARD_FACTORS, BACKWARD_FACTORS = 4, 6
 """Of a chunk and head: what the passes read of the decays, a float32 for each token each (`hopper_call.by_head`)."""
+SPAN = 128
+"""Of a state, the most that a warpgroup takes: of a panel's state in the forward, and of the gradients of B or C in the
+backward, its registers hold as many columns."""
 _OTHER_SMEM_BYTES = 6 << 10
 """What sums, documents, barriers and Mosaic's own need take at most, each padded to a KiB."""
 _DEEPEST_RING = 4
@@ -35,10 +38,16 @@ def padded_state(state_dim: int) -> int:
     return max(state_dim, ROWS)
 
 
+def spans(state_dim: int) -> int:
+    """Of one state, each with a warpgroup of its own in the forward, and with blocks of its own in the backward."""
+    return -(-state_dim // SPAN)
+
+
 @dataclasses.dataclass(frozen=True)
 class HopperForwardTiles:
     """The forward kernel's shape: `compute_wgs` warpgroups, each with a panel of 64 channels of one head and all heads
-    of one group, `stages` chunks on their way from memory, and the sequence in `splits` with blocks of their own."""
+    of one group, or both with one panel, of whose state each has one of two `spans`; `stages` chunks on their way from
+    memory, and the sequence in `splits` with blocks of their own."""
 
     compute_wgs: int
     stages: int = 2
@@ -62,34 +71,43 @@ class HopperForwardTiles:
     def load_registers(self) -> int:
         return {1: 208, 2: 56}[self.compute_wgs]
 
+    def panels(self, state_dim: int) -> int:
+        """Of one block."""
+        count, rest = divmod(self.compute_wgs, spans(state_dim))
+        if rest:
+            raise ValueError(f"{self.compute_wgs=} must be 2: a state of {state_dim} takes the registers of two")
+        return count
+
     def smem_bytes(self, state_dim: int, gated: bool) -> int:
         """Of tiles of 16 bits, of the factors of decay, and at most of the rest."""
+        panels = self.panels(state_dim)
         state_dim = padded_state(state_dim)
         own = (1 + gated) * ROWS + 2 * FORWARD_FACTORS
-        stage = ROWS * (2 * state_dim + self.compute_wgs * own)
-        kept = self.compute_wgs * ROWS * (state_dim + 2 * ROWS)
+        stage = ROWS * (2 * state_dim + panels * own)
+        kept = ROWS * (panels * (state_dim + ROWS) + self.compute_wgs * ROWS)
         return 2 * (self.stages * stage + kept) + _OTHER_SMEM_BYTES
 
     def blocks(self, problem: Problem) -> int:
         """Of a launch, all of which could run side by side."""
         p = problem
-        return p.batch * p.heads * panels(p.head_dim) // self.compute_wgs * self.splits
+        return p.batch * p.heads * panels(p.head_dim) // self.panels(p.state_dim) * self.splits
 
     @classmethod
     def of(cls, problem: Problem) -> HopperForwardTiles:
-        """Two warpgroups where a group's panels are even and all fits; then as deep a ring as fits."""
+        """Two panels where a group's are even and all fits; then as deep a ring as fits."""
         p = problem
-        even = p.heads_per_group * panels(p.head_dim) % 2 == 0
-        choices = [(wgs, stages) for wgs in ((2, 1) if even else (1,)) for stages in range(_DEEPEST_RING, 1, -1)]
-        fitting = (cls(wgs, stages, _splits(p, wgs, sweeps=1)) for wgs, stages in choices)
+        count = spans(p.state_dim)
+        even = count == 1 and p.heads_per_group * panels(p.head_dim) % 2 == 0
+        choices = [(each, stages) for each in ((2, 1) if even else (1,)) for stages in range(_DEEPEST_RING, 1, -1)]
+        fitting = (cls(count * each, stages, _splits(p, each, sweeps=1)) for each, stages in choices)
         return next(tiles for tiles in fitting if tiles.smem_bytes(p.state_dim, p.gated) <= HOPPER_SMEM_BYTES)
 
 
-def _splits(p: Problem, wgs: int, sweeps: int) -> int:
+def _splits(p: Problem, block_panels: int, sweeps: int) -> int:
     """As many as there are multiprocessors for, of a few chunks at least, since all but the products within chunks is
     done twice. They are alike, so that no token needs to be added."""
     chunks = -(-p.length // ROWS)
-    blocks = sweeps * p.batch * p.heads * panels(p.head_dim) // wgs
+    blocks = sweeps * p.batch * p.heads * panels(p.head_dim) // block_panels
     most = min(MULTIPROCESSORS // blocks, chunks // _FEWEST_CHUNKS)
     return max(n for n in range(1, max(most, 1) + 1) if chunks % n == 0)
 
@@ -122,15 +140,17 @@ class HopperStateTiles:
 
     @classmethod
     def of(cls, problem: Problem) -> HopperStateTiles:
-        """Two warpgroups where a group's panels are even; the deepest ring fits."""
+        """Two warpgroups where a group's panels are even; then as deep a ring as fits."""
         wgs = 2 if problem.heads_per_group * panels(problem.head_dim) % 2 == 0 else 1
-        return cls(wgs, _DEEPEST_RING, _splits(problem, wgs, sweeps=2))
+        splits = _splits(problem, wgs, sweeps=2)
+        rings = (cls(wgs, stages, splits) for stages in range(_DEEPEST_RING, 1, -1))
+        return next(tiles for tiles in rings if tiles.smem_bytes(problem.state_dim) <= HOPPER_SMEM_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
 class HopperBackwardTiles:
     """The backward kernel's shape: `stages` panels on their way from memory, and a group's panels in `slices`, each
-    with a block, and its share of the gradients of B and C, of its own."""
+    with blocks, one for each of a state's `spans`, and its share of the gradients of B and C, of its own."""
 
     stages: int = 2
     slices: int = 1
@@ -143,7 +163,7 @@ class HopperBackwardTiles:
 
     def smem_bytes(self, state_dim: int, gated: bool) -> int:
         """As `HopperForwardTiles.smem_bytes`."""
-        state_dim = padded_state(state_dim)
+        state_dim = padded_state(state_dim) // spans(state_dim)
         stage = ROWS * (2 * ROWS + 2 * state_dim + 2 * BACKWARD_FACTORS)
         kept = ROWS * (2 * state_dim + (10 + gated) * ROWS)
         return 2 * (self.stages * stage + kept) + _OTHER_SMEM_BYTES
@@ -156,6 +176,6 @@ class HopperBackwardTiles:
         rings = (cls(stages) for stages in range(_DEEPEST_RING, 1, -1))
         fitting = next(tiles for tiles in rings if tiles.smem_bytes(p.state_dim, p.gated) <= HOPPER_SMEM_BYTES)
         units = p.heads_per_group * panels(p.head_dim)
-        blocks = p.batch * -(-p.length // ROWS) * p.groups
+        blocks = p.batch * -(-p.length // ROWS) * p.groups * spans(p.state_dim)
         slices = (n for n in range(1, units + 1) if units % n == 0 and (n * blocks >= _WANTED_BLOCKS or n == units))
         return cls(fitting.stages, next(slices))

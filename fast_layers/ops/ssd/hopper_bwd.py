@@ -16,6 +16,9 @@ two more such reads to add them. Two compute warpgroups share a panel, and never
       at the end                   scores' gradient, of all heads -> shared -> scores_ready
                                    dB += it^T C                            dC += it B
 
+A state of 256 is in two spans of 128, each with blocks of its own, for its gradients of B and C would not fit into a
+warpgroup's registers. All other sums are then shares, which XLA adds: in float32, and in the order of the spans.
+
 The gradient of a token's decay is a sum over all that passed it (`xla._d_log_decay`), of which the pairs within the
 chunk are a sum over a rectangle of T = d_weights * weights: a triangle of ones times T, then a masked sum of each row.
 T enters that product as two bfloat16, its value and the rest, since a rounded T would be the gradient's only loss.
@@ -38,7 +41,7 @@ from jaxtyping import Array, Float, Int
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.ops.ssd import hopper_states
-from fast_layers.ops.ssd.config import ROWS, HopperBackwardTiles, HopperStateTiles, panels
+from fast_layers.ops.ssd.config import ROWS, HopperBackwardTiles, HopperStateTiles, panels, spans
 from fast_layers.ops.ssd.hopper_call import (
     ENTERING,
     LEAVING,
@@ -73,20 +76,23 @@ class BackwardOperands(NamedTuple):
     C: Float[Array, "B L G N"]
     factors: Float[Array, "B C H 6 Q"]
     first: Int[Array, "B C Q"] | None
-    D: Float[Array, "B U 64"] | None
+    D: Float[Array, "B U*W 64"] | None
+    """0 for all but the first of a state's W spans."""
     between: Float[Array, "B C 2 U 64 N"]
 
 
 class _Gradients(NamedTuple):
-    x: Float[Array, "B L U 64"]
+    """Of a state in W spans, each has sums of its own over its states; x and y are then in float32."""
+
+    x: Float[Array, "B L|C*Q U*W 64"]
     B: Float[Array, "B C*Q S*G N"]
     C: Float[Array, "B C*Q S*G N"]
-    columns: Float[Array, "B C U 3|4 Q"]
+    columns: Float[Array, "B C U*W 3|4 Q"]
     """Sums over what each token wrote, over tokens and channels: of d_weights * scores * decay, without its dt (WROTE);
     of x G B (LEFT); of x dy (SKIPPED), for a D for each head and no gate. And, for each channel, of S G (KEPT)."""
-    rows: Float[Array, "B C U 2 Q"]
+    rows: Float[Array, "B C U*W 2 Q"]
     """Sums of T over the pairs that pass each token (PASSED); of dy S C (READ)."""
-    y: Float[Array, "B L U 64"] | None
+    y: Float[Array, "B L|C*Q U*W 64"] | None
     """What the scan gave, less D x; only with a gate."""
 
 
@@ -115,25 +121,28 @@ def scan_grad(
         lambda p, operands: hopper_states.find(state_tiles or HopperStateTiles.of(p), p, operands)
     )
     end, between = find_states(p, hopper_states.StateOperands(sweeps, factors, start))
+    D = operands.D
+    if D is not None and (others := spans(p.state_dim) - 1):
+        D = jnp.pad(D[:, :, None], ((0, 0), (0, 0), (0, others), (0, 0))).reshape(p.batch, -1, ROWS)
     launch: Any = over_batch(lambda p, operands: _launch(tiles or HopperBackwardTiles.of(p), p, operands))
-    grads = launch(
-        p, BackwardOperands(operands.x, d_y, operands.B, operands.C, factors, operands.first, operands.D, between)
-    )
+    grads = launch(p, BackwardOperands(operands.x, d_y, operands.B, operands.C, factors, operands.first, D, between))
     return assemble(p, inputs, d_out, decays, _kernel_grads(p, grads, end[:, hopper_states.BACKWARDS]))
 
 
 def _kernel_grads(p: Problem, grads: _Gradients, d_start: Float[Array, "B U 64 N"]) -> KernelGrads:
     """Of the inputs' heads, groups and lengths, from panels and slices."""
 
-    def of_heads(x: Float[Array, "B L U 64"]) -> Float[Array, "B L H P"]:
-        x = x[:, : p.length].reshape(p.batch, p.length, p.heads, -1)
-        return x[..., : p.head_dim]
+    def of_heads(x: Float[Array, "B L|C*Q U*W 64"]) -> Float[Array, "B L H P"]:
+        x = x[:, : p.length]
+        if (count := spans(p.state_dim)) > 1:
+            x = x.reshape(*x.shape[:2], -1, count, ROWS).sum(3).astype(p.dtype)
+        return x.reshape(p.batch, p.length, p.heads, -1)[..., : p.head_dim]
 
     def of_groups(x: Float[Array, "B C*Q S*G N"]) -> Float[Array, "B L G N"]:
         x = x[:, : p.length].reshape(p.batch, p.length, -1, p.groups, x.shape[-1])
         return x.sum(2)[..., : p.state_dim]
 
-    def by_token(sums: Float[Array, "B C U F Q"]) -> list[Float[Array, "B C Q H"]]:
+    def by_token(sums: Float[Array, "B C U*W F Q"]) -> list[Float[Array, "B C Q H"]]:
         sums = sums.reshape(*sums.shape[:2], p.heads, -1, *sums.shape[3:]).sum(3)
         return [sums[:, :, :, i].swapaxes(2, 3) for i in range(sums.shape[3])]
 
@@ -153,14 +162,16 @@ def _kernel_grads(p: Problem, grads: _Gradients, d_start: Float[Array, "B U 64 N
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) -> _Gradients:
-    ring, slices, state_dim = tiles.stages, tiles.slices, operands.B.shape[3]
+    ring, slices = tiles.stages, tiles.slices
+    state_spans = spans(operands.B.shape[3])
+    state_dim = operands.B.shape[3] // state_spans
     _, length, units, _ = operands.x.shape
     chunks = operands.factors.shape[1]
     per_block, rest = divmod(units, p.groups * slices)
     assert not rest, f"{slices=} must divide the {units // p.groups} panels of a group"
     parts = slices * p.groups
-    # With a gate, XLA has dy before it was rounded.
-    sums_skipped = p.skip == "head" and not p.gated
+    # With a gate, XLA has dy before it was rounded; of several spans only one would have to sum it.
+    sums_skipped = p.skip == "head" and not p.gated and state_spans == 1
     tree = jax.tree.structure(operands)
 
     def ssd_backward(*refs, **scratch):
@@ -189,14 +200,17 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
     def place() -> _Place:
         """Each role asks anew, since what is known before the roles part is kept in registers for all of them."""
         block = lax.axis_index("block")
+        # Side by side, so that what a panel's spans share is read from memory once.
+        span, block = (0, block) if state_spans == 1 else (lax.rem(block, state_spans), lax.div(block, state_spans))
         row, part = lax.div(block, parts), lax.rem(block, parts)
         slice_index, group = lax.div(part, p.groups), lax.rem(part, p.groups)
         first_unit = (group * slices + slice_index) * per_block
-        return _Place(lax.div(row, chunks), lax.rem(row, chunks), group, part, first_unit)
+        first_sums, states = first_unit * state_spans + span, pl.ds(span * state_dim, state_dim)
+        return _Place(lax.div(row, chunks), lax.rem(row, chunks), group, part, first_unit, first_sums, states)
 
     def load(inputs: Any, s: _Scratch, at: _Place):
-        plgpu.copy_gmem_to_smem(inputs.B.at[at.example, at.tokens, at.group], s.b_slot, s.bc_ready)
-        plgpu.copy_gmem_to_smem(inputs.C.at[at.example, at.tokens, at.group], s.c_slot, s.bc_ready)
+        plgpu.copy_gmem_to_smem(inputs.B.at[at.example, at.tokens, at.group, at.states], s.b_slot, s.bc_ready)
+        plgpu.copy_gmem_to_smem(inputs.C.at[at.example, at.tokens, at.group, at.states], s.c_slot, s.bc_ready)
         if inputs.first is not None:
             plgpu.copy_gmem_to_smem(inputs.first.at[at.example, at.chunk], s.first_slot, s.bc_ready)
 
@@ -212,7 +226,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
             plgpu.copy_gmem_to_smem(inputs.x.at[at.example, at.tokens, unit], s.x_slots.at[slot], ready)
             plgpu.copy_gmem_to_smem(inputs.d_y.at[at.example, at.tokens, unit], s.d_y_slots.at[slot], ready)
             plgpu.copy_gmem_to_smem(inputs.factors.at[at.example, at.chunk, head], s.factor_slots.at[slot], ready)
-            between = inputs.between.at[at.example, at.chunk, :, unit]
+            between = inputs.between.at[at.example, at.chunk, :, unit, :, at.states]
             plgpu.copy_gmem_to_smem(between.at[hopper_states.FORWARDS], s.state_slots.at[slot], ready)
             plgpu.copy_gmem_to_smem(between.at[hopper_states.BACKWARDS], s.d_state_slots.at[slot], ready)
 
@@ -228,12 +242,13 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
             s.d_score_sums[...] = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), WGMMA)
 
             def step(i, _):
-                slot, unit = lax.rem(i, ring), at.first_unit + i
+                slot, sums = lax.rem(i, ring), at.first_sums + state_spans * i
                 plgpu.barrier_wait(s.ready.at[slot])
-                one_panel(d_b_acc, slot, unit, i > 0)
+                one_panel(d_b_acc, slot, sums, i > 0)
                 plgpu.barrier_arrive(s.consumed.at[slot])
-                plgpu.copy_smem_to_gmem(s.d_x_slot, d_x_ref.at[at.example, at.tokens, unit])
-                plgpu.copy_smem_to_gmem(s.column_slots, columns_ref.at[at.example, at.chunk, unit])
+                if state_spans == 1:
+                    plgpu.copy_smem_to_gmem(s.d_x_slot, d_x_ref.at[at.example, at.tokens, sums])
+                plgpu.copy_smem_to_gmem(s.column_slots, columns_ref.at[at.example, at.chunk, sums])
 
             lax.fori_loop(0, per_block, step, None)
             d_scores = load_tile(s.d_score_sums).astype(p.dtype)
@@ -244,7 +259,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
             plgpu.wgmma(d_b_acc, d_scores, s.c_slot)
             return d_b_acc[...]
 
-        def one_panel(d_b_acc, slot, unit, has_stored):
+        def one_panel(d_b_acc, slot, sums, has_stored):
             x_slot, d_y_slot, d_state_slot = s.x_slots.at[slot], s.d_y_slots.at[slot], s.d_state_slots.at[slot]
             factor = factors_of(s, slot)
             row, column = (plgpu.broadcasted_iota(jnp.int32, TILE, axis, layout=WGMMA) for axis in (0, 1))
@@ -287,14 +302,17 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
             d_x += far * by_row(factor(LEAVING, BY_ROW))
             if inputs.D is not None:
                 d_y = load_tile(d_y_slot)
-                d_x += d_y * by_column(plgpu.load(inputs.D.at[at.example, unit], layout=BY_COLUMN, optimized=False))
+                d_x += d_y * by_column(plgpu.load(inputs.D.at[at.example, sums], layout=BY_COLUMN, optimized=False))
                 if sums_skipped:
                     s.column_slots[SKIPPED] = (d_y * load_tile(x_slot)).sum(axis=1)
-            s.d_x_slot[...] = d_x.astype(p.dtype)
+            if state_spans == 1:
+                s.d_x_slot[...] = d_x.astype(p.dtype)
+            else:
+                d_x_ref[at.example, at.tokens, sums] = d_x
             plgpu.commit_smem()
 
         d_b = pl.run_scoped(over_panels, plgpu.WGMMAAccumulatorRef((ROWS, state_dim), jnp.float32))
-        d_b_ref[at.example, at.tokens, at.part] = d_b
+        d_b_ref[at.example, at.tokens, at.part, at.states] = d_b
 
     def rows(inputs: Any, s: _Scratch, d_c_ref, rows_ref, y_ref, at: _Place):
         """Rows of tiles here are the tokens that read, columns those that write."""
@@ -306,20 +324,20 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
             s.triangle[...] = (column >= row).astype(jnp.bfloat16)
 
             def step(i, _):
-                slot, unit = lax.rem(i, ring), at.first_unit + i
+                slot, sums = lax.rem(i, ring), at.first_sums + state_spans * i
                 plgpu.barrier_wait(s.ready.at[slot])
-                one_panel(d_c_acc, slot, i > 0)
+                one_panel(d_c_acc, slot, sums, i > 0)
                 plgpu.barrier_arrive(s.consumed.at[slot])
-                plgpu.copy_smem_to_gmem(s.row_slots, rows_ref.at[at.example, at.chunk, unit])
-                for to in y_ref:
-                    plgpu.copy_smem_to_gmem(s.y_slot, to.at[at.example, at.tokens, unit])
+                plgpu.copy_smem_to_gmem(s.row_slots, rows_ref.at[at.example, at.chunk, sums])
+                if s.y_slot is not None:
+                    plgpu.copy_smem_to_gmem(s.y_slot, y_ref[0].at[at.example, at.tokens, sums])
 
             lax.fori_loop(0, per_block, step, None)
             plgpu.barrier_wait(s.scores_ready)
             plgpu.wgmma(d_c_acc, s.d_x_slot.T, s.b_slot)
             return d_c_acc[...]
 
-        def one_panel(d_c_acc, slot, has_stored):
+        def one_panel(d_c_acc, slot, sums, has_stored):
             x_slot, d_y_slot, state_slot = s.x_slots.at[slot], s.d_y_slots.at[slot], s.state_slots.at[slot]
             factor = factors_of(s, slot)
             read = (load_tile(d_y_slot) * by_row(factor(ENTERING, BY_ROW))).astype(p.dtype)
@@ -341,12 +359,12 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
             def read_state(acc):
                 plgpu.wgmma(acc, s.c_slot, state_slot.T)
                 out = plgpu.wgmma_accumulator_load(acc, wait_n=0)
-                sums = (out * load_tile(d_y_slot)).sum(axis=1)
+                was_read = (out * load_tile(d_y_slot)).sum(axis=1)
                 if not y_ref:
-                    return None, sums
+                    return None, was_read
                 acc[...] = out * by_row(factor(ENTERING, BY_ROW))
                 plgpu.wgmma(acc, weights.astype(p.dtype), x_slot)
-                return plgpu.wgmma_accumulator_load(acc, wait_n=0), sums
+                return plgpu.wgmma_accumulator_load(acc, wait_n=0), was_read
 
             y, was_read = pl.run_scoped(read_state, ACCUMULATOR)
 
@@ -355,8 +373,10 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             s.row_slots[READ] = was_read
-            if y_ref:
+            if s.y_slot is not None:
                 s.y_slot[...] = y.astype(p.dtype)
+            elif y_ref:
+                y_ref[0][at.example, at.tokens, sums] = y
 
             def pass_by(acc):
                 row, column = (plgpu.broadcasted_iota(jnp.int32, TILE, axis, layout=WGMMA) for axis in (0, 1))
@@ -369,7 +389,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
             plgpu.commit_smem()
 
         d_c = pl.run_scoped(over_panels, plgpu.WGMMAAccumulatorRef((ROWS, state_dim), jnp.float32))
-        d_c_ref[at.example, at.tokens, at.part] = d_c
+        d_c_ref[at.example, at.tokens, at.part, at.states] = d_c
 
     def pair_decays(s: _Scratch, writers: Any, readers: Any, writers_axis: int):
         """From the token that writes to the one that reads; 0 where that is earlier or of another document."""
@@ -395,7 +415,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
         "d_state_slots": smem_tile(ring, ROWS, state_dim, dtype=p.dtype),
         "factor_slots": plgpu.SMEM((ring, operands.factors.shape[3], ROWS), jnp.float32),
         "d_x_slot": smem_tile(*TILE, dtype=p.dtype),
-        **({"y_slot": smem_tile(*TILE, dtype=p.dtype)} if p.gated else {}),
+        **({"y_slot": smem_tile(*TILE, dtype=p.dtype)} if p.gated and state_spans == 1 else {}),
         "passing_slots": smem_tile(2, *TILE, dtype=jnp.bfloat16),
         "triangle": smem_tile(*TILE, dtype=jnp.bfloat16),
         "score_slots": smem_tile(2, *TILE, dtype=jnp.float32),
@@ -411,19 +431,20 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
     def result(*shape: int, dtype: Any = jnp.float32):
         return jax.ShapeDtypeStruct((p.batch, *shape), dtype)
 
-    rows_of_x = result(length, units, ROWS, dtype=p.dtype)
-    by_group = result(chunks * ROWS, parts, state_dim)
+    sums = units * state_spans
+    rows_of_x = result(length, units, ROWS, dtype=p.dtype) if state_spans == 1 else result(chunks * ROWS, sums, ROWS)
+    by_group = result(chunks * ROWS, parts, operands.B.shape[3])
     grads = plgpu.kernel(
         ssd_backward,
         out_type=(
             rows_of_x,
             by_group,
             by_group,
-            result(chunks, units, 3 + sums_skipped, ROWS),
-            result(chunks, units, 2, ROWS),
+            result(chunks, sums, 3 + sums_skipped, ROWS),
+            result(chunks, sums, 2, ROWS),
             *([rows_of_x] if p.gated else []),
         ),
-        grid=(p.batch * chunks * parts,),
+        grid=(p.batch * chunks * parts * state_spans,),
         grid_names=("block",),
         num_threads=3,
         thread_name="warpgroup",
@@ -441,6 +462,9 @@ class _Place(NamedTuple):
     group: Any
     part: Any
     first_unit: Any
+    first_sums: Any
+    """Of each panel and span in `_Gradients`."""
+    states: Any
 
     @property
     def tokens(self) -> Any:

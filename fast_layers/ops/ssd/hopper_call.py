@@ -19,6 +19,7 @@ from fast_layers.ops.ssd.config import (
     HEAD_DIMS,
     MULTIPROCESSORS,
     ROWS,
+    SPAN,
     STATE_DIMS,
     HopperForwardTiles,
     padded_state,
@@ -45,8 +46,7 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     if p.head_dim not in HEAD_DIMS:
         return f"takes heads of {', '.join(map(str, HEAD_DIMS))} channels, got {p.head_dim}"
     if p.state_dim not in STATE_DIMS:
-        too_large = ", whose state leaves too few registers for the rest" if p.state_dim > STATE_DIMS[-1] else ""
-        return f"takes states of {', '.join(map(str, STATE_DIMS))}, got {p.state_dim}{too_large}"
+        return f"takes states of {', '.join(map(str, STATE_DIMS))}, got {p.state_dim}"
     if p.chunk != min(ROWS, p.length):
         return f"works in chunks of {ROWS} tokens, got chunk_size={p.chunk}; leave it None"
     if p.dt_limit[0] < 0:
@@ -64,6 +64,8 @@ def by_name_only(problem: Problem, arch: Arch, pass_: Pass) -> str | None:
     """Why XLA is the first choice where both take the call."""
     p = problem
     del arch, pass_
+    if p.state_dim > SPAN:
+        return f"has not run on a GPU with states of more than {SPAN}, got {p.state_dim}; simulated and compiled only"
     if (numbers := p.batch * p.length * p.heads * p.head_dim) < _FEWEST_NUMBERS:
         return f"is expected to pay from {_FEWEST_NUMBERS} numbers in x on, got {numbers}"
     if (blocks := HopperForwardTiles.of(p).blocks(p)) < _FEWEST_BLOCKS:

@@ -13,6 +13,10 @@ A block goes through the chunks of one example for one or two panels of 64 chann
 S is the panel's state, transposed: 64 channels by N. Decays between two tokens are powers of two of differences of
 sums that XLA has computed (`hopper_call.Operands`); all masks but the triangle come down to each row's first column.
 
+A state of 256 takes the registers of two warpgroups, which then share one panel: each has 128 columns of B, C and S, so
+that its scores and its output are shares of those above, of which all but D, z and the rounding is linear. The second
+hands its share of the output to the first, which finishes it.
+
 Source: Dao and Gu, "Transformers are SSMs" (2024).
 """
 
@@ -30,10 +34,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.ops.ssd import hopper_states
-from fast_layers.ops.ssd.config import ROWS, HopperForwardTiles, HopperStateTiles, panels
+from fast_layers.ops.ssd.config import ROWS, HopperForwardTiles, HopperStateTiles, panels, spans
 from fast_layers.ops.ssd.hopper_call import COLUMN, ENTERING, LEAVING, LOG2_E, ROW, Operands, operands_of
 from fast_layers.ops.ssd.hopper_tile import BY_COLUMN, BY_ROW, TILE, WGMMA, by_column, by_row, load_tile
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Scanned
+
+SHARE_COLUMNS = (slice(0, ROWS), slice(ROWS, 2 * ROWS))
+"""Where a share of the output is handed over, as its value in 16 bits and the rest: over the rounded state, which has
+been read by then."""
+SHARE_SCALE = 2.0**-8
+"""Of the value, so that float16 has numbers for shares that are larger than their sum."""
 
 
 def scan(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles | None = None) -> Scanned:
@@ -58,7 +68,7 @@ def _scan_splits(tiles: HopperForwardTiles | None, p: Problem, operands: Operand
     if start is None:
         start = jnp.zeros((p.batch, operands.x.shape[2], ROWS, operands.B.shape[3]), jnp.float32)
     sweep = hopper_states.Sweep(operands.x, operands.B)
-    state_tiles = HopperStateTiles(tiles.compute_wgs, splits=splits)
+    state_tiles = HopperStateTiles(tiles.panels(p.state_dim), splits=splits)
     starts = hopper_states.starts(
         state_tiles, p, hopper_states.StateOperands((sweep,), operands.factors, start[:, None])
     )
@@ -84,21 +94,24 @@ def _scan_splits(tiles: HopperForwardTiles | None, p: Problem, operands: Operand
 def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
     """(out [B, L, U, 64], final state [B, U, 64, N])."""
     wgs, ring, state_dim = tiles.compute_wgs, tiles.stages, operands.B.shape[3]
+    state_spans, block_units = spans(state_dim), tiles.panels(state_dim)
+    span_dim = state_dim // state_spans
     _, length, units, _ = operands.x.shape
     chunks = operands.factors.shape[1]
     group_units = units // p.groups
-    packs, rest = divmod(group_units, wgs)
-    assert not rest, f"compute_wgs={wgs} must divide the {group_units} panels of a group"
+    packs, rest = divmod(group_units, block_units)
+    assert not rest, f"a block's {block_units} panels must divide the {group_units} of a group"
     tree = jax.tree.structure(operands)
 
     def ssd_forward(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         out_ref, final_ref = refs[tree.num_leaves :]
-        s = _Scratch(**{"z_slots": None, "first_slots": None, **scratch})
+        absent = dict.fromkeys(("z_slots", "first_slots", "share_ready", "share_taken"))
+        s = _Scratch(**{**absent, **scratch})
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         example, pack = lax.div(block, p.groups * packs), lax.rem(block, p.groups * packs)
         group = lax.div(pack, packs)
-        first_unit = pack * wgs
+        first_unit = pack * block_units
 
         @pl.when(warpgroup == wgs)
         def _load():
@@ -108,7 +121,8 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
         @pl.when(warpgroup < wgs)
         def _compute():
             plgpu.set_max_registers(tiles.compute_registers, action="increase")
-            compute(inputs, s, out_ref, final_ref, example, warpgroup, first_unit + warpgroup)
+            panel, span = (warpgroup, 0) if state_spans == 1 else (0, warpgroup)
+            compute(inputs, s, out_ref, final_ref, _Place(example, first_unit + panel, warpgroup, panel, span))
 
     def load(inputs: Any, s: _Scratch, example, group, first_unit, chunk, _):
         slot, tokens = lax.rem(chunk, ring), pl.ds(chunk * ROWS, ROWS)
@@ -118,46 +132,63 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
         def _wait():
             plgpu.barrier_wait(s.consumed.at[slot])
 
-        plgpu.copy_gmem_to_smem(inputs.C.at[example, tokens, group], s.c_slots.at[slot], ready)
-        plgpu.copy_gmem_to_smem(inputs.B.at[example, tokens, group], s.b_slots.at[slot], ready)
+        for span in range(state_spans):
+            states = pl.ds(span * span_dim, span_dim)
+            plgpu.copy_gmem_to_smem(inputs.C.at[example, tokens, group, states], s.c_slots.at[slot, span], ready)
+            plgpu.copy_gmem_to_smem(inputs.B.at[example, tokens, group, states], s.b_slots.at[slot, span], ready)
         if inputs.first is not None:
             plgpu.copy_gmem_to_smem(inputs.first.at[example, chunk], s.first_slots.at[slot], ready)
-        for wg in range(wgs):
-            unit = first_unit + wg
+        for panel in range(block_units):
+            unit = first_unit + panel
             head = lax.div(unit, panels(p.head_dim))
-            plgpu.copy_gmem_to_smem(inputs.x.at[example, tokens, unit], s.x_slots.at[slot, wg], ready)
-            plgpu.copy_gmem_to_smem(inputs.factors.at[example, chunk, head], s.factor_slots.at[slot, wg], ready)
+            plgpu.copy_gmem_to_smem(inputs.x.at[example, tokens, unit], s.x_slots.at[slot, panel], ready)
+            plgpu.copy_gmem_to_smem(inputs.factors.at[example, chunk, head], s.factor_slots.at[slot, panel], ready)
             if inputs.z is not None:
-                plgpu.copy_gmem_to_smem(inputs.z.at[example, tokens, unit], s.z_slots.at[slot, wg], ready)
+                plgpu.copy_gmem_to_smem(inputs.z.at[example, tokens, unit], s.z_slots.at[slot, panel], ready)
 
-    def compute(inputs: Any, s: _Scratch, out_ref, final_ref, example, warpgroup, unit):
+    def compute(inputs: Any, s: _Scratch, out_ref, final_ref, at: _Place):
+        states = pl.ds(at.span * span_dim, span_dim)
+
         def over_chunks(state_acc):
             if inputs.initial_state is not None:
-                state_acc[...] = plgpu.load(inputs.initial_state.at[example, unit], layout=WGMMA, optimized=False)
+                start = inputs.initial_state.at[at.example, at.unit, :, states]
+                state_acc[...] = plgpu.load(start, layout=WGMMA, optimized=False)
 
             def step(chunk, _):
                 slot = lax.rem(chunk, ring)
                 plgpu.barrier_wait(s.ready.at[slot])
-                one_chunk(inputs, s, state_acc, example, unit, slot, warpgroup, chunk > 0)
+                one_chunk(inputs, s, state_acc, at, slot, chunk > 0)
                 plgpu.barrier_arrive(s.consumed.at[slot])
-                rows = out_ref.at[example, pl.ds(chunk * ROWS, ROWS), unit]
-                plgpu.copy_smem_to_gmem(s.out_slots.at[warpgroup], rows)
+
+                @finishes(at)
+                def _store():
+                    rows = out_ref.at[at.example, pl.ds(chunk * ROWS, ROWS), at.unit]
+                    plgpu.copy_smem_to_gmem(s.out_slots.at[at.panel], rows)
 
             lax.fori_loop(0, chunks, step, None)
             return state_acc[...]
 
-        final = pl.run_scoped(over_chunks, plgpu.WGMMAAccumulatorRef((ROWS, state_dim), jnp.float32))
-        final_ref.at[example, unit][...] = final
+        final = pl.run_scoped(over_chunks, plgpu.WGMMAAccumulatorRef((ROWS, span_dim), jnp.float32))
+        final_ref.at[at.example, at.unit, :, states][...] = final
         plgpu.wait_smem_to_gmem(0)
 
-    def one_chunk(inputs: Any, s: _Scratch, state_acc, example, unit, slot, warpgroup, has_stored):
-        b_slot, c_slot, x_slot = s.b_slots.at[slot], s.c_slots.at[slot], s.x_slots.at[slot, warpgroup]
-        factors = s.factor_slots.at[slot, warpgroup]
-        state_slot, entering_slot = s.state_slots.at[warpgroup], s.entering_slots.at[warpgroup]
-        out_slot = s.out_slots.at[warpgroup]
+    def finishes(at: _Place):
+        """Decorates what only one of a panel's warpgroups does."""
+        return pl.when(True if state_spans == 1 else at.span == 0)
+
+    def one_chunk(inputs: Any, s: _Scratch, state_acc, at: _Place, slot, has_stored):
+        b_slot, c_slot, x_slot = s.b_slots.at[slot, at.span], s.c_slots.at[slot, at.span], s.x_slots.at[slot, at.panel]
+        factors = s.factor_slots.at[slot, at.panel]
+        state_slot, entering_slot = s.state_slots.at[at.warpgroup], s.entering_slots.at[at.warpgroup]
 
         def factor(name, layout):
             return plgpu.load(factors.at[name], layout=layout, optimized=False)
+
+        if state_spans > 1:
+
+            @pl.when(has_stored & (at.span > 0))
+            def _wait_taken():
+                plgpu.barrier_wait(s.share_taken)
 
         state = state_acc[...]
         state_slot[...] = state.astype(p.dtype)
@@ -179,18 +210,40 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
 
         accumulator = plgpu.WGMMAAccumulatorRef(TILE, jnp.float32)
         out = pl.run_scoped(products, accumulator, accumulator)
+        if state_spans > 1:
+
+            @pl.when(at.span > 0)
+            def _hand_over():
+                value = (out * SHARE_SCALE).astype(p.dtype)
+                rest = (out - value.astype(jnp.float32) / SHARE_SCALE).astype(p.dtype)
+                for part, columns in zip((value, rest), SHARE_COLUMNS, strict=True):
+                    state_slot[:, columns] = part
+                plgpu.barrier_arrive(s.share_ready)
+
+        @finishes(at)
+        def _finish():
+            finish(inputs, s, out if state_spans == 1 else out + take_share(s), at, slot, has_stored)
+
+    def take_share(s: _Scratch):
+        plgpu.barrier_wait(s.share_ready)
+        value, rest = (load_tile(s.state_slots.at[1, :, columns]) for columns in SHARE_COLUMNS)
+        plgpu.barrier_arrive(s.share_taken)
+        return value / SHARE_SCALE + rest
+
+    def finish(inputs: Any, s: _Scratch, out, at: _Place, slot, has_stored):
+        x_slot = s.x_slots.at[slot, at.panel]
         if inputs.D is not None:
-            skip = plgpu.load(inputs.D.at[example, unit], layout=BY_COLUMN, optimized=False)
+            skip = plgpu.load(inputs.D.at[at.example, at.unit], layout=BY_COLUMN, optimized=False)
             out += load_tile(x_slot) * by_column(skip)
         if s.z_slots is not None:
-            z = load_tile(s.z_slots.at[slot, warpgroup])
+            z = load_tile(s.z_slots.at[slot, at.panel])
             out *= z / (1.0 + jnp.exp2(z * -LOG2_E))
 
         @pl.when(has_stored)
         def _wait_stored():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        out_slot[...] = out.astype(p.dtype)
+        s.out_slots[at.panel] = out.astype(p.dtype)
         plgpu.commit_smem()
 
     def decays(inputs: Any, s: _Scratch, factor, slot):
@@ -205,19 +258,21 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
         return jnp.exp2(jnp.where(visible, log2_decay, -jnp.inf))
 
     scratch = {
-        "b_slots": smem_tile(ring, ROWS, state_dim, dtype=p.dtype),
-        "c_slots": smem_tile(ring, ROWS, state_dim, dtype=p.dtype),
-        "x_slots": smem_tile(ring, wgs, *TILE, dtype=p.dtype),
-        **({} if operands.z is None else {"z_slots": smem_tile(ring, wgs, *TILE, dtype=p.dtype)}),
-        "factor_slots": plgpu.SMEM((ring, wgs, 4, ROWS), jnp.float32),
+        "b_slots": smem_tile(ring, state_spans, ROWS, span_dim, dtype=p.dtype),
+        "c_slots": smem_tile(ring, state_spans, ROWS, span_dim, dtype=p.dtype),
+        "x_slots": smem_tile(ring, block_units, *TILE, dtype=p.dtype),
+        **({} if operands.z is None else {"z_slots": smem_tile(ring, block_units, *TILE, dtype=p.dtype)}),
+        "factor_slots": plgpu.SMEM((ring, block_units, 4, ROWS), jnp.float32),
         **({} if operands.first is None else {"first_slots": plgpu.SMEM((ring, ROWS), jnp.int32)}),
-        "state_slots": smem_tile(wgs, ROWS, state_dim, dtype=p.dtype),
+        "state_slots": smem_tile(wgs, ROWS, span_dim, dtype=p.dtype),
         "entering_slots": smem_tile(wgs, *TILE, dtype=p.dtype),
-        "out_slots": smem_tile(wgs, *TILE, dtype=p.dtype),
+        "out_slots": smem_tile(block_units, *TILE, dtype=p.dtype),
         "ready": plgpu.Barrier(
-            num_arrivals=2 + (operands.first is not None) + wgs * (2 + (operands.z is not None)), num_barriers=ring
+            num_arrivals=2 * state_spans + (operands.first is not None) + block_units * (2 + (operands.z is not None)),
+            num_barriers=ring,
         ),
         "consumed": plgpu.Barrier(num_arrivals=wgs, num_barriers=ring),
+        **({name: plgpu.Barrier(num_arrivals=1) for name in ("share_ready", "share_taken") if state_spans > 1}),
     }
     return plgpu.kernel(
         ssd_forward,
@@ -234,6 +289,16 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
     )(*jax.tree.leaves(operands))
 
 
+class _Place(NamedTuple):
+    """Where a compute warpgroup stands."""
+
+    example: Any
+    unit: Any
+    warpgroup: Any
+    panel: Any
+    span: Any
+
+
 class _Scratch(NamedTuple):
     """What a block holds in shared memory: tiles, and the barriers named after the event that they wait for."""
 
@@ -248,3 +313,5 @@ class _Scratch(NamedTuple):
     out_slots: Any
     ready: Any
     consumed: Any
+    share_ready: Any
+    share_taken: Any

@@ -41,6 +41,7 @@ def test_choices_fit(state_dim, head_dim, gated):
         ({"batch": 1, "heads": 8, "length": 1024}, 2, 2, 8),  # splits of 8 chunks
         ({"batch": 1, "length": 1}, 1, 1, 80),
         ({"batch": 1, "length": 1024, "groups": 80}, 1, 1, 1),
+        ({"batch": 1, "heads": 8, "length": 8192, "state_dim": 256}, 16, 16, 2),
     ],
 )
 def test_work_is_spread(options, forward, states, slices):
@@ -55,6 +56,7 @@ def test_work_is_spread(options, forward, states, slices):
     [
         (lambda: HopperForwardTiles(3), "compute_wgs"),
         (lambda: HopperForwardTiles(2, 1), "stages"),
+        (lambda: HopperForwardTiles(1).panels(256), "compute_wgs=1 must be 2: a state of 256"),
         (lambda: HopperForwardTiles(2, splits=0), "splits"),
         (lambda: HopperStateTiles(0), "compute_wgs"),
         (lambda: HopperStateTiles(2, 1), "stages"),
