@@ -9,8 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import fast_layers
 from deviceless import blackwell_ssd_functions
-from fast_layers.ops.ssd.blackwell_config import BLACKWELL_SMEM_BYTES, BLACKWELL_TMEM_COLUMNS
+from fast_layers.ops.ssd.blackwell_config import (
+    BLACKWELL_SMEM_BYTES,
+    BLACKWELL_TMEM_COLUMNS,
+    BlackwellBackwardTiles,
+    BlackwellForwardTiles,
+    BlackwellStateTiles,
+)
 from fast_layers.testing import Compilation, compile_all_for
 from fast_layers.testing.deviceless import missing_wheels
 
@@ -56,10 +63,8 @@ class Call:
 
 
 KERNELS = {"ssd_forward", "ssd_states", "ssd_backward_columns", "ssd_backward_rows"}
-MOST_SPILLED_BYTES = {"ssd_forward": 48, "ssd_states": 0, "ssd_backward_columns": 133, "ssd_backward_rows": 218}
-"""What ptxas 13.3 made of the worst on 2026-11-22, 36, 0, 100 and 164, and a third more. They are counters, addresses
-and phases of barriers: in the forward two stores and three loads of a chunk's 3,800 clocks, in the backward up to forty
-loads of a thread in a unit's 3,000."""
+MOST_SPILLED_BYTES = {"ssd_backward_columns": 8}
+"""An address or two of what a pair warpgroup reads from shared memory, each put aside once and read once a unit."""
 LEAN = {"P64 N128, everything": Call(everything=True)}
 REST = {
     "P64 N128": Call(),
@@ -71,6 +76,20 @@ REST = {
     "P32 N96, two heads, everything": Call(heads=2, head_dim=32, state_dim=96, everything=True),
     "P32 N32, one head": Call(heads=1, head_dim=32, state_dim=32),
 }
+
+
+def expected_smem_bytes(kernel: str, call: Call) -> int:
+    """By what the choice of tiles goes."""
+    operands, _ = call.compilation().shapes
+    explained = fast_layers.explain(lambda operands: fast_layers.ssd(**operands, implementation="reference"), operands)
+    p = explained.plans[0].problem
+    match kernel:
+        case "ssd_forward":
+            return BlackwellForwardTiles.of(p).smem_bytes(p.state_dim, p.gated)
+        case "ssd_states":
+            return BlackwellStateTiles.of(p).smem_bytes(p.state_dim)
+        case _:
+            return BlackwellBackwardTiles.of(p).smem_bytes(p.head_dim, p.state_dim)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +104,7 @@ REST = {
 def test_the_kernels_compile_well(gpu, calls):
     reports = compile_all_for(gpu, [call.compilation() for call in calls.values()])
     faults = []
-    for name, report in zip(calls, reports, strict=True):
+    for (name, call), report in zip(calls.items(), reports, strict=True):
         if report.failure is not None:
             faults.append(f"{name}: {report.failure}")
             continue
@@ -98,8 +117,9 @@ def test_the_kernels_compile_well(gpu, calls):
                 f"bytes of shared memory, {kernel.tmem_columns} columns of tensor memory, {kernel.spill_store_bytes} "
                 f"spilled; in {report.seconds:.1f} s; {dict(kernel.instructions)}"
             )
-            if kernel.smem_bytes is None or kernel.smem_bytes > BLACKWELL_SMEM_BYTES:
-                faults.append(f"{label}: {kernel.smem_bytes} bytes of shared memory exceed {BLACKWELL_SMEM_BYTES}")
+            most = min(BLACKWELL_SMEM_BYTES, expected_smem_bytes(kernel.name, call))
+            if kernel.smem_bytes is None or kernel.smem_bytes > most:
+                faults.append(f"{label}: {kernel.smem_bytes} bytes of shared memory exceed {most}")
             if kernel.tmem_columns is None or kernel.tmem_columns > BLACKWELL_TMEM_COLUMNS:
                 faults.append(f"{label}: {kernel.tmem_columns} columns exceed {BLACKWELL_TMEM_COLUMNS}")
             most = MOST_SPILLED_BYTES.get(kernel.name, 0)

@@ -92,7 +92,9 @@ class Without:
 
     def _name(self, ref: Any) -> str:
         """Of the scratch that `ref` is a view of."""
-        return next((name for name, known in self.scratch.items() if known is getattr(ref, "ref", ref)), "")
+        return next(
+            (name for name, known in self.scratch.items() if known is ref or known is getattr(ref, "ref", ref)), ""
+        )
 
 
 _EVENTS = {

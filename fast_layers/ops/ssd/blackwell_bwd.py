@@ -73,17 +73,29 @@ from fast_layers.ops.ssd.blackwell_config import (
     unit_channels,
 )
 from fast_layers.ops.ssd.blackwell_states import BACKWARDS, FORWARDS, StateOperands, Sweep
-from fast_layers.ops.ssd.blackwell_tile import COLUMNS, STAGED, by_column, by_row, column_slices
+from fast_layers.ops.ssd.blackwell_tile import COLUMNS, STAGED, by_column, by_row, column_slices, positions
 from fast_layers.ops.ssd.hopper_call import ENTERING, LEAVING, ROW, by_head, decays_of, for_tma
 from fast_layers.ops.ssd.problem import Inputs, Problem, Residuals
 
 Way = Literal["columns", "rows"]
 
-CHANNELS, LOAD, MULTIPLY = COMPUTE_WGS, COMPUTE_WGS + 1, COMPUTE_WGS + 2
 DT, COLUMN, ROW_AGAIN = 1, 4, 5
 """In the factors: dt; what the forward's have as `hopper_call.COLUMN`; and ROW once more, since a load of one row into
 two layouts would be made one by the compiler, which then searches for a layout that is both."""
 BY_ROW, BY_COLUMN = STAGED.reduce(1), STAGED.reduce(0)
+# Barriers of one array share a word of phases, which is a register in each role.
+EVENTS = (
+    "scores_ready",
+    "pairs_ready",
+    "inter_ready",
+    "inter_consumed",
+    "scaled_ready",
+    "unit_done",
+    "sums_ready",
+    "passed_ready",
+    "passed_consumed",
+)
+EVENTS_OF_PAIRS = ("pairs_consumed", "passing_ready", "d_scores_ready")
 PAIR_COLUMNS = 16
 """Of a pair warpgroup's that go through registers at a time, beside half a tile that stays there."""
 
@@ -205,31 +217,33 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         for one, other in (("other_slot", "passing_slots"), ("weights", "passed")):
             if (union := scratch.pop(f"{one} or {other}", None)) is not None:
                 scratch[one], scratch[other] = union
+        for barriers in (EVENTS, EVENTS_OF_PAIRS):
+            shared = scratch.pop(" and ".join(barriers))
+            scratch |= {name: shared.at[i] for i, name in enumerate(barriers)}
         s = _Scratch(**{**dict.fromkeys(_Scratch._fields), **scratch})
-        warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == LOAD)
-        def _load():
-            plgpu.set_max_registers(tiles.issue_registers, action="decrease")
-            load(inputs, s, place())
+        def take_pairs(wg: int):
+            plgpu.set_max_registers(tiles.pair_registers(by_columns), action="increase")
+            free_all(s)
+            over_pairs(wg, s, results, place())
 
-        @pl.when(warpgroup == MULTIPLY)
-        def _multiply():
-            plgpu.set_max_registers(tiles.issue_registers, action="decrease")
-            multiply(s)
-
-        @pl.when(warpgroup == CHANNELS)
-        def _channels():
-            plgpu.set_max_registers(tiles.channel_registers, action="increase")
+        def take_channels():
+            plgpu.set_max_registers(tiles.channel_registers(by_columns), action="increase")
+            free_all(s)
             over_channels(inputs, s, results, place())
 
-        # A role each: which columns of tensor memory are meant must be known when compiling.
-        for wg in range(COMPUTE_WGS):
+        def take_loads():
+            plgpu.set_max_registers(tiles.load_registers, action="decrease")
+            load(inputs, s, place())
 
-            @pl.when(warpgroup == wg)
-            def _pairs(wg=wg):
-                plgpu.set_max_registers(tiles.pair_registers, action="increase")
-                over_pairs(wg, s, results, place())
+        def take_products():
+            plgpu.set_max_registers(tiles.multiply_registers(by_columns), action="decrease")
+            multiply(s)
+
+        # A role each: which columns of tensor memory are meant must be known when compiling.
+        pairs = [functools.partial(take_pairs, wg) for wg in range(COMPUTE_WGS)]
+        # One choice, since who still asks for another role after its own keeps in registers what that role needs.
+        lax.switch(lax.axis_index("warpgroup"), [*pairs, take_channels, take_loads, take_products])
 
     kernel.__name__ = f"ssd_backward_{way}"
 
@@ -241,6 +255,12 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         first_unit = (group * slices + slice_index) * per_block
         return _Place(lax.div(row, chunks), lax.rem(row, chunks), group, part, first_unit)
 
+    def free_all(s: _Scratch):
+        """Before the first unit: a loader that asks only from some unit on has the units before it unrolled by the
+        compiler, and their addresses in all uniform registers that there are."""
+        for slot in range(ring):
+            plgpu.barrier_arrive(s.consumed.at[slot])
+
     def load(inputs: Any, s: _Scratch, at: _Place):
         plgpu.copy_gmem_to_smem(inputs.own.at[at.example, at.tokens, at.group], s.own_slot, s.projections_ready)
         plgpu.copy_gmem_to_smem(inputs.other.at[at.example, at.tokens, at.group], s.other_slot, s.projections_ready)
@@ -250,11 +270,7 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         def load_unit(step, _):
             slot, unit = lax.rem(step, ring), at.first_unit + step
             ready = s.ready.at[slot]
-
-            @pl.when(step >= ring)
-            def _wait():
-                plgpu.barrier_wait(s.consumed.at[slot])
-
+            plgpu.barrier_wait(s.consumed.at[slot])
             factors = inputs.factors.at[at.example, at.chunk, lax.div(unit, units_of_head)]
             plgpu.copy_gmem_to_smem(factors, s.factor_slots.at[slot], ready)
             plgpu.copy_gmem_to_smem(inputs.values.at[at.example, at.tokens, unit], s.value_slots.at[slot], ready)
@@ -379,8 +395,8 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         parts_of_unit = column_slices(0, channels)
         if not by_columns:
             for c in column_slices(0, ROWS):
-                row, column = (plgpu.broadcasted_iota(jnp.int32, (ROWS, c.size), a, layout=STAGED) for a in (0, 1))
-                plgpu.async_store_tmem(s.from_on.at[:, c], (column + c.start >= row).astype(jnp.bfloat16))
+                row, column = positions(c, STAGED)
+                plgpu.async_store_tmem(s.from_on.at[:, c], (column >= row).astype(jnp.bfloat16))
             plgpu.commit_tmem()
 
         def free(step):
@@ -470,8 +486,8 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
             plgpu.wait_load_tmem()
             if c is parts[-1]:
                 plgpu.barrier_arrive(s.passed_consumed)
-            row, column = (plgpu.broadcasted_iota(jnp.int32, (ROWS, c.size), a, layout=STAGED) for a in (0, 1))
-            sums = jnp.where(column + c.start < row, passed, 0.0).sum(axis=1)
+            row, column = positions(c, STAGED)
+            sums = jnp.where(column < row, passed, 0.0).sum(axis=1)
             total = sums if total is None else total + sums
         return total
 
@@ -481,21 +497,20 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
     def pair_decays(s: _Scratch, factors, c):
         """From the token that writes to the one that reads; 0 where that is earlier or of another document. In rows
         times the dt of the one that writes."""
-        tile = (ROWS, c.size)
-        row, column = (plgpu.broadcasted_iota(jnp.int32, tile, axis, layout=STAGED) for axis in (0, 1))
+        row, column = positions(c, STAGED)
         by_row_name, by_column_name = (ROW_AGAIN, ROW) if by_columns else (ROW, COLUMN)
         at_row = by_row(plgpu.load(factors.at[by_row_name], layout=BY_ROW, optimized=False), c.size)
         at_column = by_column(plgpu.load(factors.at[by_column_name, c], layout=BY_COLUMN, optimized=False), ROWS)
         if by_columns:
-            visible, log2_decay = row - c.start <= column, at_column - at_row
+            visible, log2_decay = row <= column, at_column - at_row
         else:
-            visible, log2_decay = column <= row - c.start, at_row - at_column
+            visible, log2_decay = column <= row, at_row - at_column
         if s.first_slot is not None and by_columns:
             first = plgpu.load(s.first_slot.at[c], layout=BY_COLUMN, optimized=False)
             visible &= row >= by_column(first, ROWS)
         elif s.first_slot is not None:
             first = plgpu.load(s.first_slot, layout=BY_ROW, optimized=False)
-            visible &= column >= by_row(first - c.start, c.size)
+            visible &= column >= by_row(first, c.size)
         # Masked before exp2: before the writer it would overflow, and inf * 0 is NaN.
         return jnp.exp2(jnp.where(visible, log2_decay, -jnp.inf))
 
@@ -517,14 +532,8 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         "projections_ready": plgpu.Barrier(num_arrivals=2 + (operands.first is not None)),
         "ready": plgpu.Barrier(num_arrivals=4, num_barriers=ring),
         "consumed": plgpu.Barrier(num_arrivals=COMPUTE_WGS + 1, num_barriers=ring),
-        "scores_ready": in_order(),
-        "pairs_ready": in_order(),
-        "pairs_consumed": in_order(num_arrivals=COMPUTE_WGS),
-        "inter_ready": in_order(),
-        "inter_consumed": in_order(),
-        "scaled_ready": in_order(),
-        "unit_done": in_order(),
-        "sums_ready": in_order(),
+        " and ".join(EVENTS): in_order(num_barriers=len(EVENTS)),
+        " and ".join(EVENTS_OF_PAIRS): in_order(num_arrivals=COMPUTE_WGS, num_barriers=len(EVENTS_OF_PAIRS)),
     }
     if operands.first is not None:
         scratch["first_slot"] = plgpu.SMEM((ROWS,), jnp.int32)
@@ -538,7 +547,6 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
             "d_scores_slot": smem_tile(ROWS, ROWS, dtype=p.dtype, columns=PAIR_COLUMNS),
             "scores": tensor_memory(ROWS),
             "weights": weights,
-            "d_scores_ready": in_order(num_arrivals=COMPUTE_WGS),
         }
     else:
         passed = tensor_memory(ROWS)
@@ -548,9 +556,6 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
             "other_slot or passing_slots": plgpu.RefUnion(other_slot, passing_slots),
             **({"weights or passed": plgpu.RefUnion(weights, passed)} if gives_out else {"passed": passed}),
             "from_on": tensor_memory(ROWS, jnp.bfloat16, packed=True),
-            "passing_ready": in_order(num_arrivals=COMPUTE_WGS),
-            "passed_ready": in_order(),
-            "passed_consumed": in_order(),
         }
 
     def result(*shape: int, dtype: Any = jnp.float32):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from fast_layers.ops.ssd.problem import Problem
 
@@ -61,7 +62,7 @@ class BlackwellForwardTiles:
     @property
     def compute_registers(self) -> int:
         """Per thread, as the other two: what a block is launched with, dealt out anew in steps of 8."""
-        return 144
+        return 152
 
     @property
     def state_registers(self) -> int:
@@ -70,7 +71,7 @@ class BlackwellForwardTiles:
     @property
     def issue_registers(self) -> int:
         """Of the load warpgroup and of the matmul warpgroup."""
-        return 56
+        return 48
 
     def tmem_columns(self, state_dim: int) -> int:
         """Scores, weights in 16 bits, out, state."""
@@ -153,19 +154,17 @@ class BlackwellBackwardTiles:
         if self.slices < 1:
             raise ValueError(f"{self.slices=} must be at least 1")
 
-    @property
-    def pair_registers(self) -> int:
-        """Per thread, as the other two: what a block is launched with, dealt out anew in steps of 8."""
-        return 152
+    load_registers: ClassVar[int] = 24
+    """Per thread, as the others: what a block is launched with, dealt out anew in steps of 8."""
 
-    @property
-    def channel_registers(self) -> int:
-        return 112
+    def pair_registers(self, by_columns: bool) -> int:
+        return 152 if by_columns else 160
 
-    @property
-    def issue_registers(self) -> int:
-        """Of the load warpgroup and of the matmul warpgroup."""
-        return 32
+    def channel_registers(self, by_columns: bool) -> int:
+        return 128 if by_columns else 104
+
+    def multiply_registers(self, by_columns: bool) -> int:
+        return 24 if by_columns else 32
 
     def tmem_columns(self, head_dim: int, state_dim: int) -> int:
         """Pairs, inter and sums; then of the kernel of columns scores, and weights in 16 bits, of that of rows what

@@ -46,11 +46,18 @@ from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.ops.ssd.blackwell_call import Operands, operands_of
 from fast_layers.ops.ssd.blackwell_config import BLACKWELL_ROWS as ROWS
 from fast_layers.ops.ssd.blackwell_config import COMPUTE_WGS, BlackwellForwardTiles
-from fast_layers.ops.ssd.blackwell_tile import COLUMNS, NATIVE, STAGED, by_channel, by_column, by_row, column_slices
+from fast_layers.ops.ssd.blackwell_tile import (
+    COLUMNS,
+    NATIVE,
+    STAGED,
+    by_channel,
+    by_column,
+    by_row,
+    column_slices,
+    positions,
+)
 from fast_layers.ops.ssd.hopper_call import COLUMN, ENTERING, LEAVING, LOG2_E, ROW
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Scanned
-
-STATE, LOAD, MULTIPLY = COMPUTE_WGS, COMPUTE_WGS + 1, COMPUTE_WGS + 2
 
 
 def scan(problem: Problem, inputs: Inputs, aux: Aux, tiles: BlackwellForwardTiles | None = None) -> Scanned:
@@ -83,30 +90,28 @@ def _launch(tiles: BlackwellForwardTiles, p: Problem, operands: Operands):
         example, unit = lax.div(block, units), lax.rem(block, units)
 
         # Warpgroups, where warps would do: inside shard_map a warp's code may not see operands that vary over the mesh.
-        @pl.when(warpgroup == LOAD)
-        def _load():
+        def take_loads():
             plgpu.set_max_registers(tiles.issue_registers, action="decrease")
             lax.fori_loop(0, chunks, functools.partial(load, inputs, s, example, unit), None)
 
-        @pl.when(warpgroup == MULTIPLY)
-        def _multiply():
+        def take_products():
             plgpu.set_max_registers(tiles.issue_registers, action="decrease")
             multiply(s)
 
-        @pl.when(warpgroup == STATE)
-        def _carry():
+        def take_state():
             plgpu.set_max_registers(tiles.state_registers, action="decrease")
             carry_state(inputs, s, final_ref, example, unit)
 
         # A role each: which columns of tensor memory are meant must be known when compiling.
-        for wg in range(COMPUTE_WGS):
+        def take_heads(wg: int):
+            plgpu.set_max_registers(tiles.compute_registers, action="increase")
+            lax.fori_loop(0, chunks, functools.partial(compute, wg, inputs, s, out_ref, example, unit), None)
+            plgpu.wait_smem_to_gmem(0)
+            plgpu.barrier_arrive(s.x_consumed.at[lax.rem(chunks - 1, x_ring)])
 
-            @pl.when(warpgroup == wg)
-            def _compute(wg=wg):
-                plgpu.set_max_registers(tiles.compute_registers, action="increase")
-                lax.fori_loop(0, chunks, functools.partial(compute, wg, inputs, s, out_ref, example, unit), None)
-                plgpu.wait_smem_to_gmem(0)
-                plgpu.barrier_arrive(s.x_consumed.at[lax.rem(chunks - 1, x_ring)])
+        compute_roles = [functools.partial(take_heads, wg) for wg in range(COMPUTE_WGS)]
+        # One choice, since who still asks for another role after its own keeps in registers what that role needs.
+        lax.switch(warpgroup, [*compute_roles, take_state, take_loads, take_products])
 
     def channels_of(unit, index: int):
         """(head, its channels) of a piece."""
@@ -285,12 +290,11 @@ def _launch(tiles: BlackwellForwardTiles, p: Problem, operands: Operands):
 
     def decays(s: _Scratch, factors, x_slot, c):
         """From each column's token to each row's, times the column's dt; 0 where it is later or of another document."""
-        tile = (ROWS, c.size)
-        row, column = (plgpu.broadcasted_iota(jnp.int32, tile, axis, layout=NATIVE) for axis in (0, 1))
-        visible = column <= row - c.start
+        row, column = positions(c, NATIVE)
+        visible = column <= row
         if s.first_slots is not None:
             first = plgpu.load(s.first_slots.at[x_slot], layout=NATIVE.reduce(1), optimized=False)
-            visible &= column >= by_row(first - c.start, c.size)
+            visible &= column >= by_row(first, c.size)
         at_row = plgpu.load(factors.at[ROW], layout=NATIVE.reduce(1), optimized=False)
         at_column = plgpu.load(factors.at[COLUMN, c], layout=NATIVE.reduce(0), optimized=False)
         log2_decay = by_row(at_row, c.size) - by_column(at_column, ROWS)

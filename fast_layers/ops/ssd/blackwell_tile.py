@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from fast_layers.ops.ssd.blackwell_config import BLACKWELL_ROWS
 
@@ -33,6 +33,14 @@ def by_row(x: Float[jax.Array, " R"], columns: int) -> Float[jax.Array, "R C"]:
 
 def by_column(x: Float[jax.Array, " C"], rows: int) -> Float[jax.Array, "R C"]:
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
+
+
+def positions(columns: Any, layout: Any) -> tuple[Int[jax.Array, "R C"], Int[jax.Array, "R C"]]:
+    """Row and column in the tile of each element of a slice of its columns: from one index for each row and each
+    column, where Mosaic would find two for each element."""
+    row = plgpu.broadcasted_iota(jnp.int32, (BLACKWELL_ROWS,), 0, layout=layout.reduce(1))
+    column = plgpu.broadcasted_iota(jnp.int32, (columns.size,), 0, layout=layout.reduce(0))
+    return by_row(row, columns.size), by_column(column + columns.start, BLACKWELL_ROWS)
 
 
 def by_channel(by_head: list[jax.Array], head_dim: int, columns: int) -> Float[jax.Array, "R C"]:
