@@ -223,12 +223,12 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         s = _Scratch(**{**dict.fromkeys(_Scratch._fields), **scratch})
 
         def take_pairs(wg: int):
-            plgpu.set_max_registers(tiles.pair_registers(by_columns), action="increase")
+            plgpu.set_max_registers(tiles.pair_registers, action="increase")
             free_all(s)
             over_pairs(wg, s, results, place())
 
         def take_channels():
-            plgpu.set_max_registers(tiles.channel_registers(by_columns), action="increase")
+            plgpu.set_max_registers(tiles.channel_registers, action="increase")
             free_all(s)
             over_channels(inputs, s, results, place())
 
@@ -237,7 +237,7 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
             load(inputs, s, place())
 
         def take_products():
-            plgpu.set_max_registers(tiles.multiply_registers(by_columns), action="decrease")
+            plgpu.set_max_registers(tiles.multiply_registers, action="decrease")
             multiply(s)
 
         # A role each: which columns of tensor memory are meant must be known when compiling.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 from fast_layers.ops.ssd.problem import Problem
 
@@ -154,17 +153,22 @@ class BlackwellBackwardTiles:
         if self.slices < 1:
             raise ValueError(f"{self.slices=} must be at least 1")
 
-    load_registers: ClassVar[int] = 24
-    """Per thread, as the others: what a block is launched with, dealt out anew in steps of 8."""
+    @property
+    def pair_registers(self) -> int:
+        """Per thread, as the other three: what a block is launched with, dealt out anew in steps of 8."""
+        return 152
 
-    def pair_registers(self, by_columns: bool) -> int:
-        return 152 if by_columns else 160
+    @property
+    def channel_registers(self) -> int:
+        return 120
 
-    def channel_registers(self, by_columns: bool) -> int:
-        return 128 if by_columns else 104
+    @property
+    def load_registers(self) -> int:
+        return 24
 
-    def multiply_registers(self, by_columns: bool) -> int:
-        return 24 if by_columns else 32
+    @property
+    def multiply_registers(self) -> int:
+        return 32
 
     def tmem_columns(self, head_dim: int, state_dim: int) -> int:
         """Pairs, inter and sums; then of the kernel of columns scores, and weights in 16 bits, of that of rows what
