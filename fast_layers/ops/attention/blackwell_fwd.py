@@ -60,6 +60,8 @@ from fast_layers.ops.attention.tile_mask import TileMask, by_row, tanh
 
 OFFERS = 2
 """Slots for pieces that other blocks leave."""
+LOWEST = float(jnp.finfo(jnp.float32).min)
+"""Stands for a hidden score where a soft cap or a bias would make something else of -inf."""
 
 
 def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: BlackwellForwardTiles | None = None):
@@ -93,18 +95,21 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
             functools.partial(softmax, tile, mask, logits, inputs, s, out_ref, lse_ref) for tile in range(tiles.q_tiles)
         ]
         roles = [*softmaxes, functools.partial(load, work, mask, inputs, s), functools.partial(multiply, s)]
-        for own, role in enumerate(roles):
 
-            @pl.when(warpgroup == own)
-            def _own(own=own, role=role):
-                registers = tiles.registers[own]
-                plgpu.set_max_registers(registers, action="increase" if own < tiles.q_tiles else "decrease")
-                if tiles.dynamic:
-                    each_offered_piece(mask, s, role, asks=own == tiles.q_tiles)
-                else:
-                    work.each_piece(mask, role, functools.partial(leave_nothing, own, s, lse_ref))
-                if own < tiles.q_tiles:
-                    plgpu.wait_smem_to_gmem(0)
+        def play(own: int, role):
+            registers = tiles.registers[own]
+            plgpu.set_max_registers(registers, action="increase" if own < tiles.q_tiles else "decrease")
+            if tiles.dynamic:
+                each_offered_piece(mask, s, role, asks=own == tiles.q_tiles)
+            else:
+                work.each_piece(mask, role, functools.partial(leave_nothing, own, s, lse_ref))
+            if own < tiles.q_tiles:
+                plgpu.wait_smem_to_gmem(0)
+
+        # Not one `when` after another: each role's phases of the barriers would live on through the others. Backwards,
+        # since the first branch is lowered twice.
+        branches = [functools.partial(play, own, role) for own, role in enumerate(roles)]
+        lax.switch(len(roles) - 1 - warpgroup, branches[::-1])
 
     def each_offered_piece(mask: TileMask, s: _Scratch, role, asks: bool):
         """The block's own piece, then those of blocks that have not begun; one role asks for them, a piece ahead."""
@@ -204,28 +209,35 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
             """Of a part of the scores."""
             return {"example": example, "head": head, "q_start": q_start, "k_start": j * kv_tile + c.start, "q_axis": 0}
 
-        def load_scores(j):
-            """([[R, COLUMNS]], what makes them logits times log2 e)."""
+        # What makes the exponent of two from what `logit` gives: a factor is left to it where that is all there is.
+        to_log2 = LOG2_E * (1.0 if p.bias is not None else p.scale if p.softcap is None else p.softcap)
+        hidden = -jnp.inf if p.softcap is None and p.bias is None else LOWEST
+
+        def hide_in_place(j):
+            for c in columns:
+                part = plgpu.async_load_tmem(scores_ref.at[:, c], layout=NATIVE)
+                plgpu.wait_load_tmem()
+                plgpu.async_store_tmem(scores_ref.at[:, c], mask.hide(part, rows, hidden=hidden, **place(j, c)))
+            plgpu.commit_tmem()
+
+        def logit(score, j, c):
+            x = score
+            if p.softcap is not None:
+                x = tanh(x * (p.scale / p.softcap))
+            if p.bias is not None:
+                x = x * (p.scale if p.softcap is None else p.softcap) + logits.bias(shape=x.shape, **place(j, c))
+            if mask.dense:
+                return mask.hide(x, rows, **place(j, c))
+            return jnp.where(score == hidden, -jnp.inf, x) if mask.hides and hidden == LOWEST else x
+
+        def load_logits(j):
             plgpu.barrier_wait(s.scores_ready.at[tile])
+            # Before they are in registers, so that none are moved in tiles without a mask. A dense mask is in all.
+            if mask.hides and not mask.dense:
+                pl.when(span.ragged(j))(functools.partial(hide_in_place, j))
             scores = [plgpu.async_load_tmem(scores_ref.at[:, c], layout=NATIVE) for c in columns]
             plgpu.wait_load_tmem()
-            to_log2 = p.scale * LOG2_E
-            if p.softcap is not None:
-                scores = [tanh(x * (p.scale / p.softcap)) for x in scores]
-                to_log2 = p.softcap * LOG2_E
-            if p.bias is not None:
-                scores = [
-                    x * (to_log2 / LOG2_E) + logits.bias(shape=x.shape, **place(j, c))
-                    for x, c in zip(scores, columns, strict=True)
-                ]
-                to_log2 = LOG2_E
-            if mask.hides:
-
-                def hide(scores):
-                    return [mask.hide(x, rows=rows, **place(j, c)) for x, c in zip(scores, columns, strict=True)]
-
-                scores = lax.cond(span.ragged(j), hide, lambda x: x, scores)
-            return scores, to_log2
+            return [logit(x, j, c) for x, c in zip(scores, columns, strict=True)]
 
         def rescale_out(rescale):
             for c in column_slices(v_dim):
@@ -234,7 +246,7 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
                 plgpu.async_store_tmem(out.at[:, c], part * by_row(rescale, part.shape[1]))
 
         def step(j, state: OnlineSoftmax):
-            scores, to_log2 = load_scores(j)
+            scores = load_logits(j)
             tile_max = functools.reduce(jnp.maximum, [x.max(axis=1) for x in scores]) * to_log2
             grows = tile_max > state.row_max_log2 + tiles.rescale_log2
             row_max = jnp.where(grows, tile_max, state.row_max_log2)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fast_layers.ops.attention.tile_mask import TileMask
+from fast_layers.ops.attention.tile_mask import Rows, TileMask, by_row
 
 ROWS = 128
 """Of one tcgen05 matmul: the lanes of tensor memory."""
@@ -25,6 +26,18 @@ BY_COLUMN = STAGED.reduce(0)
 
 class NativeTileMask(TileMask):
     layout = NATIVE
+
+    def _in_range(self, rows: Rows | None, q_start: Any, k_start: Any, shape: Any, q_axis: int) -> list[Any]:
+        """Counted from the first column on: a thread then compares one number of its row's with constants."""
+        row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=NATIVE) for axis in (0, 1))
+        if q_axis:
+            if rows is not None:
+                return super()._in_range(rows, q_start, k_start, shape, q_axis)
+            return self._in_band(row + (k_start - q_start), column, self.problem.kv_len - q_start)
+        if rows is not None:
+            start, stop = (by_row(x - k_start, shape[1]) for x in (rows.start, rows.stop))
+            return [column >= start, column < stop]
+        return self._in_band(column, row + (q_start - k_start), self.problem.kv_len - k_start)
 
 
 def column_slices(columns: int, part: int = COLUMNS) -> list[Any]:

@@ -158,30 +158,49 @@ class TileMask:
         )
 
     def hide(
-        self, scores: Any, rows: Rows | None, example: Any, q_start: Any, k_start: Any, q_axis: int, head: Any = None
+        self,
+        scores: Any,
+        rows: Rows | None,
+        example: Any,
+        q_start: Any,
+        k_start: Any,
+        q_axis: int,
+        head: Any = None,
+        hidden: float = -jnp.inf,
     ) -> Any:
-        """-inf in place of the scores that the mask hides; `head` matters to a dense mask only."""
+        """`hidden` in place of the scores that the mask hides; `head` matters to a dense mask only."""
         shape, k_axis = scores.shape, 1 - q_axis
-        key = plgpu.broadcasted_iota(jnp.int32, shape, k_axis, layout=self.layout) + k_start
-        conditions = []
-        if rows is not None:
-            spread = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=[q_axis])
-            conditions += [key >= spread(rows.start), key < spread(rows.stop)]
-            if rows.segments is not None:
-                assert self.refs is not None
-                ids = self._load(self.refs.key_segments, example, k_start, shape[k_axis], k_axis)
-                conditions.append(spread(rows.segments) == lax.broadcast_in_dim(ids, shape, [k_axis]))
-        else:
-            query = plgpu.broadcasted_iota(jnp.int32, shape, q_axis, layout=self.layout) + q_start
-            if self.low is not None:
-                conditions.append(key >= query + self.low)
-            if self.high is not None:
-                conditions.append(key <= query + self.high)
-            if self.cuts_keys:
-                conditions.append(key < self.problem.kv_len)
+        conditions = self._in_range(rows, q_start, k_start, shape, q_axis)
+        if rows is not None and rows.segments is not None:
+            assert self.refs is not None
+            ids = self._load(self.refs.key_segments, example, k_start, shape[k_axis], k_axis)
+            own = lax.broadcast_in_dim(rows.segments, shape, [q_axis])
+            conditions.append(own == lax.broadcast_in_dim(ids, shape, [k_axis]))
         if self.logits is not None and self.dense:
             conditions.append(self.logits.visible(example, head, q_start, k_start, shape, q_axis))
-        return jnp.where(functools.reduce(jnp.logical_and, conditions), scores, -jnp.inf)
+        return jnp.where(functools.reduce(jnp.logical_and, conditions), scores, hidden)
+
+    def _in_range(self, rows: Rows | None, q_start: Any, k_start: Any, shape: Any, q_axis: int) -> list[Any]:
+        """Conditions that a key must meet to be within what its query's band or row says."""
+        key, query = (
+            plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=self.layout) for axis in (1 - q_axis, q_axis)
+        )
+        key += k_start
+        if rows is not None:
+            spread = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=[q_axis])
+            return [key >= spread(rows.start), key < spread(rows.stop)]
+        return self._in_band(key, query + q_start, self.problem.kv_len)
+
+    def _in_band(self, key: Any, query: Any, end: Any) -> list[Any]:
+        """Counted from anywhere; the keys end before `end`."""
+        conditions = []
+        if self.low is not None:
+            conditions.append(key >= query + self.low)
+        if self.high is not None:
+            conditions.append(key <= query + self.high)
+        if self.cuts_keys:
+            conditions.append(key < end)
+        return conditions
 
     def _load(self, ref: Any, example: Any, start: Any, size: int, axis: int) -> Any:
         rows = ref.at[self._shared(ref, example), pl.ds(start, size)]
