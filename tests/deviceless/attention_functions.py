@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
 import fast_layers
-from deviceless import functions
 from fast_layers.ops.attention import api, blackwell_fwd
 from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
 
@@ -21,10 +19,17 @@ def blackwell_forward(query: jax.Array, key: jax.Array, value: jax.Array, *, til
     return blackwell_fwd.attend(problem, inputs, aux, chosen)
 
 
-def any_order(*arrays: Any, per_score: bool = False, **options):
+def any_order(
+    query: jax.Array, key: jax.Array, value: jax.Array, d_out: jax.Array, ids: jax.Array | None = None, **options
+):
     """The output and all gradients, whose sums may come in any order."""
+
+    def attend(*operands):
+        return fast_layers.dot_product_attention(*operands, segment_ids=ids, **options)
+
     with fast_layers.use_backends(reproducible=False):
-        return (attention_per_score if per_score else functions.attention_and_gradients)(*arrays, **options)
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, pull(d_out)
 
 
 def attention_per_score(

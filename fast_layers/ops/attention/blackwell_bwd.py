@@ -345,26 +345,27 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
                 plgpu.barrier_wait(s.qk_ready.at[slot])
             plgpu.barrier_wait(s.scores_ready.at[buffer])
             scores = [plgpu.async_load_tmem(scores_ref.at[:, c], layout=NATIVE) for c in columns]
-            d_weights = [plgpu.async_load_tmem(d_weights_ref.at[:, c], layout=NATIVE) for c in columns if sums_qk]
             plgpu.wait_load_tmem()
-            biases = None
-            if p.bias is not None:
-                biases = (logits.bias(shape=(ROWS, c.size), **place(c)) for c in columns)
-            scores, d_caps = log2_weights(p, scores, biases, (of_queries(lse, s.lse_slots, c) for c in columns))
+            ragged = None
             if mask.hides:
-
-                def hide_all(scores):
-                    return [hide(x, place(c)) for x, c in zip(scores, columns, strict=True)]
-
                 ragged = mask.ragged_for_keys(example, tile, own_start, ROWS) if owns_keys else block.span.ragged(tile)
-                scores = lax.cond(ragged, hide_all, lambda x: x, scores)
-            for part, c in enumerate(columns):
-                keep = logits.keep(shape=(ROWS, c.size), **place(c)) if p.dropout_rate else None
-                kept, factor = weigh(scores[part], d_caps[part], keep)
+            factors = []
+            for x, c in zip(scores, columns, strict=True):
+                at = place(c)
+                bias = None if p.bias is None else logits.bias(shape=x.shape, **at)
+                x, d_cap = log2_weights(p, x, bias, of_queries(lse, s.lse_slots, c))
+                if ragged is not None:
+                    # Part by part, since all scores of a tile, hidden and not, would take too many registers.
+                    x = lax.cond(ragged, functools.partial(hide, at=at), lambda x: x, x)
+                kept, factor = weigh(x, d_cap, logits.keep(shape=x.shape, **at) if p.dropout_rate else None)
                 if sums_v:
                     plgpu.async_store_tmem(weights_ref.at[:, c], kept.astype(p.dtype))
-                if sums_qk:
-                    made = d_scores(p, factor, d_weights[part], of_queries(delta, s.delta_slots, c))
+                factors.append(factor)
+            if sums_qk:
+                d_weights = [plgpu.async_load_tmem(d_weights_ref.at[:, c], layout=NATIVE) for c in columns]
+                plgpu.wait_load_tmem()
+                for factor, d_weight, c in zip(factors, d_weights, columns, strict=True):
+                    made = d_scores(p, factor, d_weight, of_queries(delta, s.delta_slots, c))
                     plgpu.async_store_tmem(d_scores_ref.at[:, c], made.astype(p.dtype))
             plgpu.commit_tmem()
             if owns_keys:

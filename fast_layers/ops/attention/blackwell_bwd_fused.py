@@ -249,20 +249,23 @@ def _launch(tiles: BlackwellBackwardTiles, p: Problem, operands: Operands):
             scores = [plgpu.async_load_tmem(s.scores.at[:, c], layout=STAGED) for c in own]
             plgpu.wait_load_tmem()
             plgpu.barrier_arrive(s.scores_read)
-            biases = None if p.bias is None else (logits.bias(shape=(ROWS, c.size), **place(c)) for c in own)
-            scores, d_caps = log2_weights(p, scores, biases, (of_queries(s.lse_slots, c) for c in own))
-            if mask.hides:
-
-                def hide(scores):
-                    rows = (mask.rows(example, tile * ROWS + c.start, c.size, 1) for c in own)
-                    return [mask.hide(x, r, **place(c)) for x, r, c in zip(scores, rows, own, strict=True)]
-
-                scores = lax.cond(mask.ragged_for_keys(example, tile, k_start, ROWS), hide, lambda x: x, scores)
-            plgpu.barrier_wait(s.scores_read)  # the weights of one take columns of the other's scores
+            ragged = mask.ragged_for_keys(example, tile, k_start, ROWS) if mask.hides else None
             factors = []
-            for x, d_cap, c in zip(scores, d_caps, own, strict=True):
-                keep = logits.keep(shape=x.shape, **place(c)) if p.dropout_rate else None
+            for part, (x, c) in enumerate(zip(scores, own, strict=True)):
+                at = place(c)
+                bias = None if p.bias is None else logits.bias(shape=x.shape, **at)
+                x, d_cap = log2_weights(p, x, bias, of_queries(s.lse_slots, c))
+                if ragged is not None:
+
+                    def hide(x, at=at):
+                        return mask.hide(x, mask.rows(example, at["q_start"], x.shape[1], 1), **at)
+
+                    # Part by part, since all scores of a tile, hidden and not, would take too many registers.
+                    x = lax.cond(ragged, hide, lambda x: x, x)
+                keep = logits.keep(shape=x.shape, **at) if p.dropout_rate else None
                 kept, factor = weigh(x, d_cap, keep)
+                if part == 0:
+                    plgpu.barrier_wait(s.scores_read)  # the weights of one take columns of the other's scores
                 plgpu.async_store_tmem(s.weights.at[:, c], kept.astype(p.dtype))
                 factors.append(factor)
             plgpu.commit_tmem()

@@ -5,7 +5,6 @@ With weights P = 2^(log2 weights) and d_weights = V dO^T, or its transpose: dS =
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,19 +17,17 @@ from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_mask import tanh
 
 
-def log2_weights(
-    p: Problem, products: list[Any], biases: Iterable[Any] | None, lse_log2: Iterable[Any]
-) -> tuple[list[Any], list[Any]]:
+def log2_weights(p: Problem, product: Any, bias: Any, lse_log2: Any) -> tuple[Any, Any]:
     """(log2 of the weights before any are hidden, the soft cap's derivative or None)."""
-    to_log2, d_caps = p.scale * LOG2_E, [None] * len(products)
+    to_log2, d_cap = p.scale * LOG2_E, None
     if p.softcap is not None:
-        products = [tanh(x * (p.scale / p.softcap)) for x in products]
-        d_caps = [(1.0 - x) * (1.0 + x) for x in products]
+        product = tanh(product * (p.scale / p.softcap))
+        d_cap = (1.0 - product) * (1.0 + product)
         to_log2 = p.softcap * LOG2_E
-    scores = [x * to_log2 for x in products]
-    if biases is not None:
-        scores = [x + bias * LOG2_E for x, bias in zip(scores, biases, strict=True)]
-    return [x - lse for x, lse in zip(scores, lse_log2, strict=True)], d_caps
+    scores = product * to_log2
+    if bias is not None:
+        scores += bias * LOG2_E
+    return scores - lse_log2, d_cap
 
 
 def weigh(score_log2: Any, d_cap: Any, keep: Any) -> tuple[Any, Any]:
