@@ -64,7 +64,7 @@ class Call:
 
 KERNELS = {"ssd_forward", "ssd_states", "ssd_backward_columns", "ssd_backward_rows"}
 MOST_SPILLED_BYTES = {"ssd_backward_columns": 16, "ssd_backward_rows": 24}
-"""What ptxas 13.3 made of the worst that was looked at on 2026-11-22, 8 and 16, and a few more: addresses, each put
+"""What ptxas 13.3 made of the worst that was looked at on 2026-11-22, 4 and 16, and a few more: addresses, each put
 aside once and read once a unit."""
 LEAN = {"P64 N128, everything": Call(everything=True)}
 REST = {
