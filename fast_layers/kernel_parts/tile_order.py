@@ -23,10 +23,15 @@ class TileOrder:
     group: int
 
     @classmethod
-    def of(cls, heads: int, tiles: int, sharing: int, bytes_per_shared: int) -> TileOrder:
-        """`sharing` neighbouring heads read the same `bytes_per_shared`."""
+    def of(cls, heads: int, tiles: int, sharing: int, bytes_per_shared: int, pieces: int = 1) -> TileOrder:
+        """`sharing` neighbouring heads read the same `bytes_per_shared`.
+
+        `pieces`: a group has at least so many, or all heads, even if what they read does not fit.
+        """
         wanted = max(L2_BUDGET_BYTES // bytes_per_shared, 1) * sharing
-        return cls(heads, tiles, max(d for d in range(1, heads + 1) if heads % d == 0 and d <= wanted))
+        groups = [d for d in range(1, heads + 1) if heads % d == 0]
+        fitting = max(d for d in groups if d <= wanted)
+        return cls(heads, tiles, next((d for d in groups if d >= fitting and d * tiles >= pieces), heads))
 
     @property
     def total(self) -> int:

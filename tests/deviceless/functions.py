@@ -73,10 +73,17 @@ def doubled(x: jax.Array) -> jax.Array:
 
 
 def attention_and_gradients(
-    query: jax.Array, key: jax.Array, value: jax.Array, d_out: jax.Array, ids: jax.Array | None = None, **options
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    d_out: jax.Array,
+    ids: jax.Array | None = None,
+    reproducible: bool = True,
+    **options,
 ):
     def attend(*operands):
         return fast_layers.dot_product_attention(*operands, segment_ids=ids, **options)
 
-    out, pull = jax.vjp(attend, query, key, value)
-    return out, pull(d_out)
+    with fast_layers.use_backends(reproducible=reproducible):
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, pull(d_out)

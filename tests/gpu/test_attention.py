@@ -19,7 +19,7 @@ from fast_layers.dispatch import PASSES
 from fast_layers.ops.attention.backends import BACKENDS
 from fast_layers.testing import check_parity
 from fast_layers.testing.closeness import assert_bitwise_equal
-from fast_layers.testing.parity import CASES
+from fast_layers.testing.parity import CASES, Case
 
 NAMES = [backend.name for backend in BACKENDS if backend.name != "reference"]
 KERNELS = [name for name in NAMES if name != "xla"]
@@ -67,6 +67,25 @@ def test_twenty_runs_give_the_same_bits(backend, is_causal, depth, length):
         jnp.sort(jnp.asarray(rng.normal(size=1 << 16))).block_until_ready()
         assert_bitwise_equal(jax.device_get(call(query, key, value, d_out)), first, f"run {run}: ")
     assert all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(first))
+
+
+@pytest.mark.parametrize("length", [129, 2500])
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("kv_heads", [2, 8], ids=["grouped", "apart"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_sums_in_any_order(backend, is_causal, kv_heads, depth, length):
+    with fast_layers.use_backends(reproducible=False):
+        case = Case(
+            batch=2, q_len=length, kv_len=length, heads=8, kv_heads=kv_heads, qk_dim=depth, v_dim=depth,
+            is_causal=is_causal,
+        )  # fmt: skip
+        table = check_parity(backends=[backend], cases={"any order": case}, dtypes=[jnp.bfloat16])
+    assert table.ok, f"\n{table}"
+    reasons = [row.refusal for row in table.refusals]
+    refusals.check(backend, lowering_targets()[0], reasons)
+    if len(reasons) == len(table.rows):
+        refusals.skip(backend, lowering_targets()[0], reasons)
 
 
 PER_SCORE = {

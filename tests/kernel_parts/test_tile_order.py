@@ -52,6 +52,11 @@ def test_a_group_is_what_fits_in_the_cache(heads, sharing, bytes_per_shared, gro
     assert TileOrder.of(heads, 5, sharing, bytes_per_shared).group == group
 
 
+@pytest.mark.parametrize(("pieces", "group"), [(10, 2), (11, 4), (20, 4), (21, 8), (1000, 16)])
+def test_a_group_has_pieces_enough(pieces, group):
+    assert TileOrder.of(16, 5, 1, L2_BUDGET_BYTES // 3, pieces).group == group
+
+
 def _indices(turn, block, blocks):
     # `blocks` is static in a kernel; its arithmetic is the same.
     return snake(turn, block, blocks)

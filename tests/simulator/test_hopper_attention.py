@@ -166,10 +166,11 @@ def _simulated(problem: Problem, inputs: Inputs, aux: Aux, d_out):
 
 
 def test_a_broken_input_reaches_who_sees_it_and_nobody_else():
-    """One example each: a query, a key and a value with NaN or inf, in the second of three documents."""
+    """One example each, two heads on one: a query, a key, a value with NaN or inf, in the second of three documents."""
     query, key, value, d_out = _draw(batch=3)
+    key, value = key[:, :, :1], value[:, :, :1]
     query = query.at[0, 55, 0, 3].set(jnp.nan)
-    key = key.at[1, 60, 1, 63].set(jnp.nan)
+    key = key.at[1, 60, 0, 63].set(jnp.nan)
     value = value.at[2, 51, 0, 0].set(jnp.inf)
     inputs, aux, options, _ = api._prepare(query, key, value, segment_ids=np.repeat([0, 1, 2], [50, 30, 20]))
     problem = options.problem(inputs, aux)

@@ -28,6 +28,7 @@ from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.ops.attention import bias_tiles
 from fast_layers.ops.attention.bias_tiles import BiasTiles
 from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES
@@ -35,7 +36,7 @@ from fast_layers.ops.attention.hopper_bwd import BY_ROW, Operands, make_finite
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
-from fast_layers.ops.attention.tile_mask import WGMMA, TileMask, tanh
+from fast_layers.ops.attention.tile_mask import WGMMA, TileMask
 
 Q_TILE = KV_TILE = ROWS
 COMPUTE_WG, LOAD_WG = range(2)

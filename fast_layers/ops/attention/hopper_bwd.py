@@ -25,7 +25,6 @@ Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ from fast_layers.kernel_parts.nearest_integers import nearest_integers
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
+from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention import tuned
 from fast_layers.ops.attention.config import (
@@ -55,7 +55,7 @@ from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, pad_axis,
 from fast_layers.ops.attention.masks import MaskForm
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals, finite_or_zero
 from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
-from fast_layers.ops.attention.tile_mask import WGMMA, TileMask, tanh
+from fast_layers.ops.attention.tile_mask import WGMMA, TileMask
 from fast_layers.ops.attention.xla import sink_gradient
 
 BY_QUERY = WGMMA.reduce(0)
@@ -234,10 +234,7 @@ def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Arr
 
 def piece_order(p: Problem, kv_tiles: int, bytes_per_head: int) -> TileOrder:
     """Longest pieces first among the heads of a group, of which the last must leave no SM waiting for long."""
-    heads = p.batch * p.kv_heads
-    order = TileOrder.of(heads, kv_tiles, 1, bytes_per_head)
-    enough = (d for d in range(order.group, heads + 1) if heads % d == 0 and d * kv_tiles >= _PIECES_TOGETHER)
-    return dataclasses.replace(order, group=next(enough, heads))
+    return TileOrder.of(p.batch * p.kv_heads, kv_tiles, 1, bytes_per_head, _PIECES_TOGETHER)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.

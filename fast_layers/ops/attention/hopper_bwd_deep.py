@@ -34,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.ops.attention.config import HopperDeepBackwardTiles
 from fast_layers.ops.attention.hopper_bwd import (
     BY_QUERY,
@@ -48,7 +49,7 @@ from fast_layers.ops.attention.hopper_bwd import (
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
-from fast_layers.ops.attention.tile_mask import WGMMA, TileMask, tanh
+from fast_layers.ops.attention.tile_mask import WGMMA, TileMask
 
 VALUE_WG, KEY_WG, LOAD_WG = range(3)
 COMPUTE_WGS = 2

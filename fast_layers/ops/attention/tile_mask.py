@@ -7,6 +7,7 @@ A tile of keys is skipped if no row of the query tile sees it, plain if every ro
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 
 WGMMA = plgpu.Layout.WGMMA
+_COLUMNS = 8
+"""From one of the pairs of scores that a thread holds of a row to the next."""
 _ROWS = 64
 """Of a tile that a warpgroup looks at together."""
 
@@ -182,14 +185,35 @@ class TileMask:
 
     def _in_range(self, rows: Rows | None, q_start: Any, k_start: Any, shape: Any, q_axis: int) -> list[Any]:
         """Conditions that a key must meet to be within what its query's band or row says."""
+        if rows is None and q_axis == 1 and self.layout is WGMMA:
+            return self._in_band_by_parts(q_start, k_start, shape)
         key, query = (
             plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=self.layout) for axis in (1 - q_axis, q_axis)
         )
         key += k_start
         if rows is not None:
-            spread = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=[q_axis])
-            return [key >= spread(rows.start), key < spread(rows.stop)]
+            start, stop = (lax.broadcast_in_dim(x, shape, [q_axis]) for x in (rows.start, rows.stop))
+            return [key >= start, key < stop]
         return self._in_band(key, query + q_start, self.problem.kv_len)
+
+    def _in_band_by_parts(self, q_start: Any, k_start: Any, shape: Any) -> list[Any]:
+        """Of [keys, queries]: a thread compares few numbers, of the first part, with constants of each part."""
+        part = (shape[0], _COLUMNS)
+        row, column = (plgpu.broadcasted_iota(jnp.int32, part, axis, layout=self.layout) for axis in (0, 1))
+        ahead = row - column + (k_start - q_start)
+
+        def each(condition: Callable[[int], Any]) -> Any:
+            return jnp.concatenate([condition(at) for at in range(0, shape[1], _COLUMNS)], axis=1)
+
+        conditions = []
+        if (low := self.low) is not None:
+            conditions.append(each(lambda at: ahead >= low + at))
+        if (high := self.high) is not None:
+            conditions.append(each(lambda at: ahead <= high + at))
+        if self.cuts_keys:
+            key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=self.layout) + k_start
+            conditions.append(key < self.problem.kv_len)
+        return conditions
 
     def _in_band(self, key: Any, query: Any, end: Any) -> list[Any]:
         """Counted from anywhere; the keys end before `end`."""
