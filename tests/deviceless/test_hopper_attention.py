@@ -120,7 +120,7 @@ SPILLS = {
     "d64 causal, short": (84, 110),
     "d64 causal": (32, 60),
     "d64 causal, grouped": (32, 120),
-    "d64 any order": (32, 220),
+    "d64 any order": (32, 40),
     "d64 segments": (0, 280),
     "d64 everything": (8, 940),
     "d80 causal, odd length": (0, 80),
@@ -128,7 +128,7 @@ SPILLS = {
     "d128 full": (0, 100),
     "d128 causal": (0, 290),
     "d128 causal, grouped": (0, 220),
-    "d128 any order": (0, 300),
+    "d128 any order": (0, 320),
     "d128 window": (0, 270),
     "d128 segments": (0, 350),
     "d128 everything": (48, 540),
@@ -137,10 +137,10 @@ SPILLS = {
     "d256 causal": (16, 230),
     "d256 segments": (80, 230),
     "d64 bias": (0, 230, 0),
-    "d64 mask, dropout": (0, 1340),
+    "d64 mask, dropout": (0, 1660),
     "d128 bias": (16, 200, 0),
-    "d128 mask": (44, 80),
-    "d128 causal, dropout": (0, 800),
+    "d128 mask": (44, 220),
+    "d128 causal, dropout": (0, 730),
     "d256 dropout": (0, 600),
     "d256 everything per score": (100, 1250, 8),
 }
@@ -148,12 +148,11 @@ SPILLS = {
 MOST_SECONDS = 90.0
 
 
-def _batches():
-    for name in BATCHES:
-        yield pytest.param(name, marks=pytest.mark.exhaustive) if name.startswith("more") else name
+def _marks(batch: str) -> Any:
+    return pytest.mark.exhaustive if batch.startswith("more") else ()
 
 
-@pytest.mark.parametrize("batch", _batches())
+@pytest.mark.parametrize("batch", [pytest.param(name, marks=_marks(name)) for name in BATCHES])
 def test_kernels_compile_well(batch):
     calls = BATCHES[batch]
     reports = compile_all_for("h200", [call.compilation() for call in calls.values()])
