@@ -235,9 +235,9 @@ def _pickled(job: Compilation) -> bytes:
 
 
 def _environment() -> dict[str, str]:
-    """The child's: no GPU is looked for, and modules are found as here."""
+    """The child's: no GPU is looked for, modules are found as here, and no program in a cache, which has no report."""
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"},
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),

@@ -39,6 +39,8 @@ def attention_per_score(
     d_out: jax.Array,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
+    *,
+    reproducible: bool = True,
     **options,
 ):
     """The output and all gradients."""
@@ -48,5 +50,6 @@ def attention_per_score(
     def attend(query, key, value, bias):
         return fast_layers.dot_product_attention(query, key, value, bias, mask, **options)
 
-    out, pull = jax.vjp(attend, query, key, value, bias)
-    return out, pull(d_out)
+    with fast_layers.use_backends(reproducible=reproducible):
+        out, pull = jax.vjp(attend, query, key, value, bias)
+        return out, pull(d_out)

@@ -43,7 +43,11 @@ FUSED = CASES | {
         batch=1, q_len=290, kv_len=290, heads=2, kv_heads=1, window=(150, 40), documents=(160, 130), softcap=10.0
     ),
     "depth 128, three rounds": Case(batch=1, q_len=700, kv_len=128, heads=1, kv_heads=1, qk_dim=128, v_dim=128),
-}
+    "bias, dense mask, dropout": Case(
+        batch=1, q_len=70, kv_len=130, heads=1, kv_heads=1, softcap=10.0, dense_mask=True, bias=(1, 1, 70, 130),
+        dropout_rate=0.1,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", some_each_run(CASES, LEAN))

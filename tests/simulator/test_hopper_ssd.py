@@ -221,7 +221,10 @@ def test_taken_by_itself_where_it_fills_a_gpu_and_only_on_hopper():
         assert choose(BACKENDS, large, H200, pass_).backend.name == "hopper"
         choice = choose(BACKENDS, dataclasses.replace(large, state_dim=256), H200, pass_)
         assert choice.backend.name == "xla"
-        assert "has not run on a GPU with states of more than 128" in dict(choice.refusals)["hopper"]
+        assert (
+            "has not run on a GPU with states of more than 128, got 256; take it by name"
+            in dict(choice.refusals)["hopper"]
+        )
         # A prime number of chunks is not split.
         long = dataclasses.replace(problem, batch=1, heads=8, groups=1, head_dim=64, length=131 * 64, chunk=64)
         reason = dict(choose(BACKENDS, long, H200, pass_).refusals)["hopper"]

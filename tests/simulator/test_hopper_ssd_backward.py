@@ -64,8 +64,8 @@ def test_everything_in_a_split_sequence():
 
 
 def test_a_state_of_256():
-    """With a part of a chunk alone, D and gate: all that adds up shares of sums."""
-    _check(_case(length=20, heads=1, state_dim=256, D="head", z=True), jnp.bfloat16)
+    """Over two chunks and two heads, with D, gate and a first state: all that adds up shares of sums."""
+    _check(_case(length=70, heads=2, state_dim=256, D="head", z=True, initial_state=True), jnp.bfloat16)
 
 
 @pytest.mark.exhaustive

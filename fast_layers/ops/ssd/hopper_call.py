@@ -65,7 +65,10 @@ def by_name_only(problem: Problem, arch: Arch, pass_: Pass) -> str | None:
     p = problem
     del arch, pass_
     if p.state_dim > SPAN:
-        return f"has not run on a GPU with states of more than {SPAN}, got {p.state_dim}; simulated and compiled only"
+        return (
+            f"is only simulated and compiled, has not run on a GPU with states of more than {SPAN}, got {p.state_dim}; "
+            f'take it by name: implementation="hopper"'
+        )
     if (numbers := p.batch * p.length * p.heads * p.head_dim) < _FEWEST_NUMBERS:
         return f"is expected to pay from {_FEWEST_NUMBERS} numbers in x on, got {numbers}"
     if (blocks := HopperForwardTiles.of(p).blocks(p)) < _FEWEST_BLOCKS:
