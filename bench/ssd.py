@@ -5,8 +5,9 @@
 How programs are timed is said in `bench/turns.py`. The first backend runs twice (the second as "again"): their
 distance is the noise of the run. `recurrence` is the plain `lax.scan` over tokens, `jax chunked` the paper's matrix
 form in plain jax.numpy, both with JAX's own gradient. `backward` is the gradients alone, from what the forward saved;
-where that is nothing, it computes the states anew. GB/s count what a pass must read and write once; as a share of what
-a copy reaches in the same run, they say how near the pass is to the floor that memory sets.
+where that is nothing, it computes the states anew. All forwards come first, since the Triton peers take minutes to tune
+their backwards. GB/s count what a pass must read and write once; as a share of what a copy reaches in the same run,
+they say how near the pass is to the floor that memory sets.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def main() -> None:
     cases = TINY if args.tiny else GPU if timing.on_gpu() else CPU
     peers = turns.selected(PEERS, args.peers)
     turns.run(
-        ((case, pass_, peers) for case in (cases[:1] if args.quick else cases) for pass_ in PASSES),
+        ((case, pass_, peers) for pass_ in PASSES for case in (cases[:1] if args.quick else cases)),
         f"python -m bench ssd {' '.join(sys.argv[1:])}".strip(),
         repeats=turns.repeats_of(args),
         path=args.out,

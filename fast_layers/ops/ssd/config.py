@@ -26,6 +26,8 @@ _WANTED_BLOCKS = 2 * MULTIPROCESSORS
 """Of the backward's second kernel: of fewer, the last ones' time would count."""
 _FEWEST_CHUNKS = 8
 """Of a split of the sequence."""
+_BLOCK_COSTS, _SPLITTING_COSTS = 2, 5
+"""In chunks of what is split: a block's start and end, and what is launched only because of splits."""
 
 
 def panels(head_dim: int) -> int:
@@ -99,17 +101,23 @@ class HopperForwardTiles:
         count = spans(p.state_dim)
         even = count == 1 and p.heads_per_group * panels(p.head_dim) % 2 == 0
         choices = [(each, stages) for each in ((2, 1) if even else (1,)) for stages in range(_DEEPEST_RING, 1, -1)]
-        fitting = (cls(count * each, stages, _splits(p, each, sweeps=1)) for each, stages in choices)
+        fitting = (cls(count * each, stages, _splits(p, each, sweeps=1, states_cost=0.35)) for each, stages in choices)
         return next(tiles for tiles in fitting if tiles.smem_bytes(p.state_dim, p.gated) <= HOPPER_SMEM_BYTES)
 
 
-def _splits(p: Problem, block_panels: int, sweeps: int) -> int:
-    """As many as there are multiprocessors for, of a few chunks at least, since all but the products within chunks is
-    done twice. They are alike, so that no token needs to be added."""
+def _splits(p: Problem, block_panels: int, sweeps: int, states_cost: float) -> int:
+    """Of those with which all blocks are expected to end first, the fewest. What each but the last adds to a state is
+    found before, of which a chunk takes `states_cost` of a chunk of what is split."""
     chunks = -(-p.length // ROWS)
     blocks = sweeps * p.batch * p.heads * panels(p.head_dim) // block_panels
-    most = min(MULTIPROCESSORS // blocks, chunks // _FEWEST_CHUNKS)
-    return max(n for n in range(1, max(most, 1) + 1) if chunks % n == 0)
+
+    def chunks_in_turn(splits: int) -> float:
+        one = -(-chunks // splits) + _BLOCK_COSTS
+        scan, states = (-(-n * blocks // MULTIPROCESSORS) * one for n in (splits, splits - 1))
+        return scan + (0 if splits == 1 else states_cost * states + _SPLITTING_COSTS)
+
+    most = min(max(chunks // _FEWEST_CHUNKS, 1), MULTIPROCESSORS)
+    return min(range(1, most + 1), key=chunks_in_turn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,16 +143,20 @@ class HopperStateTiles:
         """As `HopperForwardTiles.smem_bytes`."""
         state_dim = padded_state(state_dim)
         stage = ROWS * (state_dim + self.compute_wgs * (ROWS + 2 * BACKWARD_FACTORS))
-        kept = self.compute_wgs * ROWS * (state_dim + ROWS)
+        kept = self.compute_wgs * ROWS * (state_dim + 2 * ROWS)
         return 2 * (self.stages * stage + kept) + _OTHER_SMEM_BYTES
 
     @classmethod
     def of(cls, problem: Problem) -> HopperStateTiles:
-        """Two warpgroups where a group's panels are even; then as deep a ring as fits."""
+        """Two warpgroups where a group's panels are even."""
         wgs = 2 if problem.heads_per_group * panels(problem.head_dim) % 2 == 0 else 1
-        splits = _splits(problem, wgs, sweeps=2)
-        rings = (cls(wgs, stages, splits) for stages in range(_DEEPEST_RING, 1, -1))
-        return next(tiles for tiles in rings if tiles.smem_bytes(problem.state_dim) <= HOPPER_SMEM_BYTES)
+        return cls.fitting(wgs, problem.state_dim, _splits(problem, wgs, sweeps=2, states_cost=0.85))
+
+    @classmethod
+    def fitting(cls, compute_wgs: int, state_dim: int, splits: int) -> HopperStateTiles:
+        """As deep a ring as fits."""
+        rings = (cls(compute_wgs, stages, splits) for stages in range(_DEEPEST_RING, 1, -1))
+        return next(tiles for tiles in rings if tiles.smem_bytes(state_dim) <= HOPPER_SMEM_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,10 +174,11 @@ class HopperBackwardTiles:
             raise ValueError(f"{self.slices=} must be at least 1")
 
     def smem_bytes(self, state_dim: int, gated: bool) -> int:
-        """As `HopperForwardTiles.smem_bytes`."""
-        state_dim = padded_state(state_dim) // spans(state_dim)
+        """As `HopperForwardTiles.smem_bytes`. Of several spans, the outputs that a gate wants go to memory at once."""
+        count = spans(state_dim)
+        state_dim = padded_state(state_dim) // count
         stage = ROWS * (2 * ROWS + 2 * state_dim + 2 * BACKWARD_FACTORS)
-        kept = ROWS * (2 * state_dim + (10 + gated) * ROWS)
+        kept = ROWS * (2 * state_dim + (10 + (gated and count == 1)) * ROWS)
         return 2 * (self.stages * stage + kept) + _OTHER_SMEM_BYTES
 
     @classmethod

@@ -59,45 +59,29 @@ def _scan_splits(tiles: HopperForwardTiles | None, p: Problem, operands: Operand
     """As `_launch`. Where there are too few blocks, splits of the sequence are scanned side by side, each from the
     state that it starts from (`hopper_states.starts`)."""
     tiles = HopperForwardTiles.of(p) if tiles is None else tiles
-    if tiles.splits == 1:
-        return _launch(tiles, p, operands)
-    splits, chunks = tiles.splits, operands.factors.shape[1]
-    by_token = functools.partial(hopper_states.split_tokens, splits, chunks)
-    by_chunk = functools.partial(hopper_states.split, splits)
-    start = operands.initial_state
-    if start is None:
-        start = jnp.zeros((p.batch, operands.x.shape[2], ROWS, operands.B.shape[3]), jnp.float32)
-    sweep = hopper_states.Sweep(operands.x, operands.B)
-    state_tiles = HopperStateTiles(tiles.panels(p.state_dim), splits=splits)
-    starts = hopper_states.starts(
-        state_tiles, p, hopper_states.StateOperands((sweep,), operands.factors, start[:, None])
-    )
-    out, state = _launch(
-        tiles,
-        hopper_states.split_problem(splits, p),
-        Operands(
-            x=by_token(operands.x),
-            B=by_token(operands.B),
-            C=by_token(operands.C),
-            factors=by_chunk(operands.factors),
-            first=None if operands.first is None else by_chunk(operands.first),
-            D=None if operands.D is None else jnp.repeat(operands.D, splits, axis=0),
-            z=None if operands.z is None else by_token(operands.z),
-            initial_state=starts[:, 0],
-        ),
-    )
-    return out.reshape(p.batch, chunks * ROWS, *out.shape[2:]), state[splits - 1 :: splits]
+    if tiles.splits > 1:
+        start = operands.initial_state
+        if start is None:
+            start = jnp.zeros((p.batch, operands.x.shape[2], ROWS, operands.B.shape[3]), jnp.float32)
+        sweeps = (hopper_states.Sweep(operands.x, operands.B),)
+        found = hopper_states.starts(
+            HopperStateTiles.fitting(tiles.panels(p.state_dim), p.state_dim, tiles.splits),
+            p,
+            hopper_states.StateOperands(sweeps, operands.factors, start[:, None]),
+        )
+        operands = operands._replace(initial_state=found.reshape(-1, *start.shape[1:]))
+    return _launch(tiles, p, operands)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
-    """(out [B, L, U, 64], final state [B, U, 64, N])."""
+    """(out [B, L, U, 64], final state [B, U, 64, N]). Each split has an initial state of its own, [B*S, U, 64, N]."""
     wgs, ring, state_dim = tiles.compute_wgs, tiles.stages, operands.B.shape[3]
     state_spans, block_units = spans(state_dim), tiles.panels(state_dim)
     span_dim = state_dim // state_spans
     _, length, units, _ = operands.x.shape
-    chunks = operands.factors.shape[1]
+    chunks, splits = operands.factors.shape[1], tiles.splits
     group_units = units // p.groups
     packs, rest = divmod(group_units, block_units)
     assert not rest, f"a block's {block_units} panels must divide the {group_units} of a group"
@@ -109,26 +93,40 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
         absent = dict.fromkeys(("z_slots", "first_slots", "share_ready", "share_taken"))
         s = _Scratch(**{**absent, **scratch})
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        example, pack = lax.div(block, p.groups * packs), lax.rem(block, p.groups * packs)
+        row, pack = lax.div(block, p.groups * packs), lax.rem(block, p.groups * packs)
+        example, split = (row, 0) if splits == 1 else (lax.div(row, splits), lax.rem(row, splits))
+        first_chunk, count = hopper_states.split_chunks(splits, chunks, split)
         group = lax.div(pack, packs)
         first_unit = pack * block_units
 
         @pl.when(warpgroup == wgs)
         def _load():
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
-            lax.fori_loop(0, chunks, functools.partial(load, inputs, s, example, group, first_unit), None)
+            one = functools.partial(load, inputs, s, example, group, first_unit, first_chunk)
+            lax.fori_loop(0, count, one, None)
 
         @pl.when(warpgroup < wgs)
         def _compute():
             plgpu.set_max_registers(tiles.compute_registers, action="increase")
             panel, span = (warpgroup, 0) if state_spans == 1 else (0, warpgroup)
-            compute(inputs, s, out_ref, final_ref, _Place(example, first_unit + panel, warpgroup, panel, span))
+            at = _Place(example, first_unit + panel, warpgroup, panel, span)
+            start = None if inputs.initial_state is None else inputs.initial_state.at[row, at.unit]
+            final = compute(inputs, s, out_ref, start, at, first_chunk, count)
 
-    def load(inputs: Any, s: _Scratch, example, group, first_unit, chunk, _):
-        slot, tokens = lax.rem(chunk, ring), pl.ds(chunk * ROWS, ROWS)
-        ready = s.ready.at[slot]
+            @pl.when(split == splits - 1)
+            def _end():
+                final_ref.at[example, at.unit, :, states_of(at)][...] = final
 
-        @pl.when(chunk >= ring)
+            plgpu.wait_smem_to_gmem(0)
+
+    def states_of(at: _Place):
+        return pl.ds(at.span * span_dim, span_dim)
+
+    def load(inputs: Any, s: _Scratch, example, group, first_unit, first_chunk, step, _):
+        slot, chunk = lax.rem(step, ring), first_chunk + step
+        tokens, ready = pl.ds(chunk * ROWS, ROWS), s.ready.at[slot]
+
+        @pl.when(step >= ring)
         def _wait():
             plgpu.barrier_wait(s.consumed.at[slot])
 
@@ -146,31 +144,26 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
             if inputs.z is not None:
                 plgpu.copy_gmem_to_smem(inputs.z.at[example, tokens, unit], s.z_slots.at[slot, panel], ready)
 
-    def compute(inputs: Any, s: _Scratch, out_ref, final_ref, at: _Place):
-        states = pl.ds(at.span * span_dim, span_dim)
-
+    def compute(inputs: Any, s: _Scratch, out_ref, start, at: _Place, first_chunk, count):
         def over_chunks(state_acc):
-            if inputs.initial_state is not None:
-                start = inputs.initial_state.at[at.example, at.unit, :, states]
-                state_acc[...] = plgpu.load(start, layout=WGMMA, optimized=False)
+            if start is not None:
+                state_acc[...] = plgpu.load(start.at[:, states_of(at)], layout=WGMMA, optimized=False)
 
-            def step(chunk, _):
-                slot = lax.rem(chunk, ring)
+            def step(i, _):
+                slot = lax.rem(i, ring)
                 plgpu.barrier_wait(s.ready.at[slot])
-                one_chunk(inputs, s, state_acc, at, slot, chunk > 0)
+                one_chunk(inputs, s, state_acc, at, slot, i > 0)
                 plgpu.barrier_arrive(s.consumed.at[slot])
 
                 @finishes(at)
                 def _store():
-                    rows = out_ref.at[at.example, pl.ds(chunk * ROWS, ROWS), at.unit]
+                    rows = out_ref.at[at.example, pl.ds((first_chunk + i) * ROWS, ROWS), at.unit]
                     plgpu.copy_smem_to_gmem(s.out_slots.at[at.panel], rows)
 
-            lax.fori_loop(0, chunks, step, None)
+            lax.fori_loop(0, count, step, None)
             return state_acc[...]
 
-        final = pl.run_scoped(over_chunks, plgpu.WGMMAAccumulatorRef((ROWS, span_dim), jnp.float32))
-        final_ref.at[at.example, at.unit, :, states][...] = final
-        plgpu.wait_smem_to_gmem(0)
+        return pl.run_scoped(over_chunks, plgpu.WGMMAAccumulatorRef((ROWS, span_dim), jnp.float32))
 
     def finishes(at: _Place):
         """Decorates what only one of a panel's warpgroups does."""
@@ -280,7 +273,7 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
             jax.ShapeDtypeStruct((p.batch, length, units, ROWS), p.dtype),
             jax.ShapeDtypeStruct((p.batch, units, ROWS, state_dim), jnp.float32),
         ),
-        grid=(p.batch * p.groups * packs,),
+        grid=(p.batch * splits * p.groups * packs,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="warpgroup",

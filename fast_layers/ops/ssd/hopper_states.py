@@ -7,8 +7,9 @@ the output's gradient and C. So a block goes through all chunks of an example in
 
     load warpgroup                        each compute warpgroup, on its own panel
     --------------                        ----------------------------------------
-    v, W, factors of a chunk -> ready     S as rounded to 16 bits, to memory
-    waits consumed                        S = decay S + (v * factor)^T W            frees consumed
+    v, W, factors of a chunk -> ready     v * factor, while the chunk before enters S
+    waits consumed                        S as rounded to 16 bits, to memory        frees the chunk before
+                                          S = decay S + (v * factor)^T W
 
 S stays in registers as in `hopper_fwd`, transposed: 64 channels by N.
 
@@ -17,7 +18,6 @@ Source: Dao and Gu, "Transformers are SSMs" (2024).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from fast_layers.ops.ssd.hopper_tile import BY_ROW, TILE, WGMMA, by_row, load_ti
 from fast_layers.ops.ssd.problem import Problem
 
 FORWARDS, BACKWARDS = range(2)
+_UNROLLED_SPLITS = 16
 
 
 class Sweep(NamedTuple):
@@ -50,85 +51,76 @@ class StateOperands(NamedTuple):
     sweeps: tuple[Sweep, ...]
     """Forwards, and, if there is a second one, backwards."""
     factors: Float[Array, "B C H F Q"]
-    start: Float[Array, "B W U 64 N"]
-    """The initial state, and the gradient of the final one."""
+    start: Float[Array, "B*S W U 64 N"] | None
+    """What each split starts from; of the whole the initial state, and the gradient of the final one. None: zeros."""
 
 
 class States(NamedTuple):
-    end: Float[Array, "B W U 64 N"]
-    """The final state, and the gradient of the initial one."""
+    end: Float[Array, "B|B*(S-1) W U 64 N"]
+    """The final state, and the gradient of the initial one; or what each split but the last adds."""
     between: Float[Array, "B C W U 64 N"] | None
     """What enters each chunk; and the gradients of what leaves it. In 16 bits, since only products read them."""
 
 
 def find(tiles: HopperStateTiles, p: Problem, operands: StateOperands) -> States:
     """All states. Where there are too few blocks, each split of the sequence first finds what it adds to a state."""
-    if tiles.splits == 1:
-        return _launch(tiles, p, True, operands)
-    splits = tiles.splits
-    apart = by_split(splits, operands, starts(tiles, p, operands))
-    end, between = _launch(tiles, split_problem(splits, p), True, apart)
-    assert between is not None
-    ends = _join(splits, end)
-    end = jnp.stack([ends[:, -1 if way == FORWARDS else 0, way] for way in range(len(operands.sweeps))], 1)
-    return States(end, between.reshape(p.batch, -1, *between.shape[2:]))
+    if tiles.splits > 1:
+        entering = starts(tiles, p, operands)
+        operands = operands._replace(start=entering.reshape(-1, *entering.shape[2:]))
+    return _launch(tiles, p, True, operands)
 
 
-def starts(tiles: HopperStateTiles, p: Problem, operands: StateOperands) -> Float[Array, "B*S W U 64 N"]:
+def starts(tiles: HopperStateTiles, p: Problem, operands: StateOperands) -> Float[Array, "B S W U 64 N"]:
     """The state that each split of the sequence starts from, exactly: what splits add, carried on from one to the next.
 
-    A split's decay is one number for each head, so this is a scan of as many steps as there are splits.
+    Splits count in the direction of their sweep. What the last one adds is not asked for.
     """
-    splits, shape = tiles.splits, operands.start.shape
-    apart = by_split(splits, operands, jnp.zeros((splits * p.batch, *shape[1:]), jnp.float32))
-    added = _join(splits, _launch(tiles, split_problem(splits, p), False, apart).end)
-    decays = _join(splits, apart.factors[:, :, :, ENTERING, -1].prod(1))
-    decays = jnp.repeat(decays, panels(p.head_dim), axis=2)[..., None, None].swapaxes(0, 1)
+    added = _launch(tiles, p, False, operands._replace(start=None)).end
+    added = added.reshape(p.batch, tiles.splits - 1, *added.shape[1:])
+    kept = operands.factors[:, :, :, ENTERING, -1]
+    by_way = (kept, kept[:, ::-1])[: len(operands.sweeps)]
+    decays = jnp.stack([_split_decays(tiles.splits, x) for x in by_way], 2)
+    decays = jnp.repeat(decays, panels(p.head_dim), axis=3)[..., None, None]
 
     def carry_on(state, split):
         decay, added = split
-        return decay * state + added, state
+        state = decay * state + added
+        return state, state
 
-    entering = []
-    for way in range(len(operands.sweeps)):
-        each = decays, added[:, :, way].swapaxes(0, 1)
-        entering.append(lax.scan(carry_on, operands.start[:, way], each, reverse=way == BACKWARDS)[1])
-    return jnp.stack(entering, 2).swapaxes(0, 1).reshape(apart.start.shape)
-
-
-def by_split(splits: int, operands: StateOperands, start: Float[Array, "B*S W U 64 N"]) -> StateOperands:
-    """Splits of the sequence as examples of their own."""
-    chunks = operands.factors.shape[1]
-    if chunks % splits:
-        raise ValueError(f"{splits=} must divide the {chunks} chunks of {ROWS} tokens")
-    sweeps = jax.tree.map(functools.partial(split_tokens, splits, chunks), operands.sweeps)
-    return StateOperands(sweeps, split(splits, operands.factors), start)
+    # Unrolled, the few of which there mostly are become one fusion.
+    each = decays.swapaxes(0, 1), added.swapaxes(0, 1)
+    assert operands.start is not None
+    _, entering = lax.scan(carry_on, operands.start, each, unroll=_UNROLLED_SPLITS)
+    return jnp.concatenate([operands.start[:, None], entering.swapaxes(0, 1)], 1)
 
 
-def split_tokens(splits: int, chunks: int, x: Float[Array, "B L ..."]) -> Float[Array, "B*S C/S*Q ..."]:
-    missing = chunks * ROWS - x.shape[1]
-    return split(splits, jnp.pad(x, [(0, missing if a == 1 else 0) for a in range(x.ndim)]) if missing else x)
+def _split_decays(splits: int, kept: Float[Array, "B C H"]) -> Float[Array, "B S-1 H"]:
+    """Of all splits but the last, from what is kept over each chunk."""
+    chunks = kept.shape[1]
+    first = jnp.arange(splits) * chunks // splits
+    chunk = first[:-1, None] + jnp.arange(-(-chunks // splits))
+    inside = chunk < first[1:, None]
+    return jnp.where(inside[..., None], kept[:, jnp.minimum(chunk, chunks - 1)], 1.0).prod(2)
 
 
-def split(splits: int, x: Float[Array, "B C ..."]) -> Float[Array, "B*S C/S ..."]:
-    return x.reshape(splits * x.shape[0], x.shape[1] // splits, *x.shape[2:])
-
-
-def split_problem(splits: int, p: Problem) -> Problem:
-    return dataclasses.replace(p, batch=splits * p.batch)
-
-
-def _join(splits: int, x: Float[Array, "B*S ..."]) -> Float[Array, "B S ..."]:
-    return x.reshape(-1, splits, *x.shape[1:])
+def split_chunks(splits: int, chunks: int, split: Any) -> tuple[Any, Any]:
+    """The first chunk of a split of the sequence, and how many it has: as many as the others, or one more."""
+    if splits == 1:
+        return 0, chunks
+    if splits > chunks:
+        raise ValueError(f"{splits=} must be at most the number of chunks of {ROWS} tokens, {chunks}")
+    first = lax.div(split * chunks, splits)
+    return first, lax.div((split + 1) * chunks, splits) - first
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _launch(tiles: HopperStateTiles, p: Problem, keep: bool, operands: StateOperands) -> States:
-    """`keep` the states between chunks, or only go through them."""
+    """`keep` the states between chunks, of all splits; or only go through all but the last."""
     (values, to), *_ = operands.sweeps
     wgs, ring, state_dim, units = tiles.compute_wgs, tiles.stages, to.shape[3], values.shape[2]
-    chunks = operands.factors.shape[1]
+    chunks, splits = operands.factors.shape[1], tiles.splits
+    rows = p.batch * (splits if keep else splits - 1)
     packs, rest = divmod(units // p.groups, wgs)
     assert not rest, f"compute_wgs={wgs} must divide the {units // p.groups} panels of a group"
     tree = jax.tree.structure(operands)
@@ -138,12 +130,15 @@ def _launch(tiles: HopperStateTiles, p: Problem, keep: bool, operands: StateOper
         end_ref, *between_ref = refs[tree.num_leaves :]
         s = _Scratch(**{"state_slots": None, **scratch})
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        direction, place = lax.div(block, p.batch * p.groups * packs), lax.rem(block, p.batch * p.groups * packs)
-        example, pack = lax.div(place, p.groups * packs), lax.rem(place, p.groups * packs)
+        direction, place = lax.div(block, rows * p.groups * packs), lax.rem(block, rows * p.groups * packs)
+        row, pack = lax.div(place, p.groups * packs), lax.rem(place, p.groups * packs)
+        example, split = (row, 0) if rows == p.batch else (lax.div(row, rows // p.batch), lax.rem(row, rows // p.batch))
+        first_chunk, count = split_chunks(splits, chunks, split)
         group = lax.div(pack, packs)
         first_unit = pack * wgs
 
         def chunk_of(step):
+            step += first_chunk
             return lax.select(direction == FORWARDS, step, chunks - 1 - step)
 
         @pl.when(warpgroup == wgs)
@@ -154,17 +149,24 @@ def _launch(tiles: HopperStateTiles, p: Problem, keep: bool, operands: StateOper
 
                 @pl.when(direction == way)
                 def _load_all(one=one):
-                    lax.fori_loop(0, chunks, one, None)
+                    lax.fori_loop(0, count, one, None)
 
         @pl.when(warpgroup < wgs)
         def _compute():
             plgpu.set_max_registers(tiles.compute_registers, action="increase")
             unit = first_unit + warpgroup
-            start = inputs.start.at[example, direction, unit]
+            start = None if inputs.start is None else inputs.start.at[row, direction, unit]
             between = [ref.at[example, :, direction, unit] for ref in between_ref]
-            end_ref[example, direction, unit] = compute(start, between, s, chunk_of, direction, warpgroup)
+            end = compute(start, between, s, chunk_of, count, direction, warpgroup)
             if keep:
+
+                @pl.when(split == splits - 1)
+                def _end():
+                    end_ref[example, direction, unit] = end
+
                 plgpu.wait_smem_to_gmem(0)
+            else:
+                end_ref[row, direction, unit] = end
 
     def load(sweep: Any, factors_ref, s: _Scratch, chunk_of, example, group, first_unit, step, _):
         slot, chunk = lax.rem(step, ring), chunk_of(step)
@@ -181,38 +183,43 @@ def _launch(tiles: HopperStateTiles, p: Problem, keep: bool, operands: StateOper
             plgpu.copy_gmem_to_smem(sweep.values.at[example, tokens, unit], s.value_slots.at[slot, wg], ready)
             plgpu.copy_gmem_to_smem(factors_ref.at[example, chunk, head], s.factor_slots.at[slot, wg], ready)
 
-    def compute(start, between, s: _Scratch, chunk_of, direction, warpgroup):
-        entering_slot = s.entering_slots.at[warpgroup]
+    def compute(start, between, s: _Scratch, chunk_of, count, direction, warpgroup):
         factor_name = lax.select(direction == FORWARDS, LEAVING, ENTERING)
 
         def over_chunks(state_acc):
-            state_acc[...] = plgpu.load(start, layout=WGMMA, optimized=False)
+            if start is not None:
+                state_acc[...] = plgpu.load(start, layout=WGMMA, optimized=False)
 
             def step(i, _):
                 slot = lax.rem(i, ring)
-                factors = s.factor_slots.at[slot, warpgroup]
+                factors, entering_slot = (
+                    s.factor_slots.at[slot, warpgroup],
+                    s.entering_slots.at[warpgroup, lax.rem(i, 2)],
+                )
                 plgpu.barrier_wait(s.ready.at[slot])
-                state = state_acc[...]
                 values = load_tile(s.value_slots.at[slot, warpgroup])
                 factor = plgpu.load(factors.at[factor_name], layout=BY_ROW, optimized=False)
                 decay = factors[ENTERING, ROWS - 1]
-                if keep:
+                entering_slot[...] = (values * by_row(factor)).astype(p.dtype)
+                # Not before, so that this chunk was made ready while the last one entered the state.
+                state = plgpu.wgmma_accumulator_load(state_acc, wait_n=0)
 
-                    @pl.when(i > 0)
-                    def _wait_stored():
+                @pl.when(i > 0)
+                def _free_last():
+                    plgpu.barrier_arrive(s.consumed.at[lax.rem(i + ring - 1, ring)])
+
+                    if keep:
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+                if keep:
                     s.state_slots[warpgroup] = state.astype(p.dtype)
-                entering_slot[...] = (values * by_row(factor)).astype(p.dtype)
                 plgpu.commit_smem()
                 for to in between:
                     plgpu.copy_smem_to_gmem(s.state_slots.at[warpgroup], to.at[chunk_of(i)])
                 state_acc[...] = state * decay
                 plgpu.wgmma(state_acc, entering_slot.T, s.to_slots.at[slot])
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(s.consumed.at[slot])
 
-            lax.fori_loop(0, chunks, step, None)
+            lax.fori_loop(0, count, step, None)
             return state_acc[...]
 
         return pl.run_scoped(over_chunks, plgpu.WGMMAAccumulatorRef((ROWS, state_dim), jnp.float32))
@@ -222,16 +229,17 @@ def _launch(tiles: HopperStateTiles, p: Problem, keep: bool, operands: StateOper
         "value_slots": smem_tile(ring, wgs, *TILE, dtype=p.dtype),
         "factor_slots": plgpu.SMEM((ring, wgs, operands.factors.shape[3], ROWS), jnp.float32),
         **({"state_slots": smem_tile(wgs, ROWS, state_dim, dtype=p.dtype)} if keep else {}),
-        "entering_slots": smem_tile(wgs, *TILE, dtype=p.dtype),
+        "entering_slots": smem_tile(wgs, 2, *TILE, dtype=p.dtype),
         "ready": plgpu.Barrier(num_arrivals=1 + 2 * wgs, num_barriers=ring),
         "consumed": plgpu.Barrier(num_arrivals=wgs, num_barriers=ring),
     }
-    end = jax.ShapeDtypeStruct(operands.start.shape, jnp.float32)
-    between = jax.ShapeDtypeStruct((p.batch, chunks, *end.shape[1:]), p.dtype)
+    state = (len(operands.sweeps), units, ROWS, state_dim)
+    end = jax.ShapeDtypeStruct((p.batch if keep else rows, *state), jnp.float32)
+    between = jax.ShapeDtypeStruct((p.batch, chunks, *state), p.dtype)
     end, *between = plgpu.kernel(
         ssd_states,
         out_type=(end, between) if keep else (end,),
-        grid=(len(operands.sweeps) * p.batch * p.groups * packs,),
+        grid=(len(operands.sweeps) * rows * p.groups * packs,),
         grid_names=("block",),
         num_threads=wgs + 1,
         thread_name="warpgroup",

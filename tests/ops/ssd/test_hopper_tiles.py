@@ -35,10 +35,11 @@ def test_choices_fit(state_dim, head_dim, gated):
     ("options", "forward", "states", "slices"),
     [
         ({}, 1, 1, 1),  # 320 blocks in the forward
-        ({"batch": 1, "length": 32_768}, 2, 1, 1),  # 40 blocks for 132 multiprocessors; three do not divide 512
+        ({"batch": 1, "length": 32_768}, 13, 1, 1),  # 520 blocks: four for each of 132 multiprocessors, 40 chunks each
+        ({"batch": 4}, 4, 1, 2),  # 160 blocks would leave half of the GPU idle for half of the time
         ({"batch": 1, "heads": 8, "length": 8192}, 16, 16, 4),
-        ({"batch": 1, "heads": 8, "length": 64 * 127}, 1, 1, 4),  # a prime number of chunks
-        ({"batch": 1, "heads": 8, "length": 1024}, 2, 2, 8),  # splits of 8 chunks
+        ({"batch": 1, "heads": 8, "length": 64 * 127}, 15, 15, 4),  # splits of eight and nine chunks
+        ({"batch": 1, "heads": 8, "length": 1024}, 1, 1, 8),  # two splits of 8 chunks would gain nothing
         ({"batch": 1, "length": 1}, 1, 1, 80),
         ({"batch": 1, "length": 1024, "groups": 80}, 1, 1, 1),
         ({"batch": 1, "heads": 8, "length": 8192, "state_dim": 256}, 16, 16, 2),
