@@ -324,7 +324,7 @@ BACKWARD_FAULTS = {
     "d_weights read in flight": (BACKWARD_CASE, StandIn("wgmma_accumulator_load #2"), "accumulator"),
     "dQ read in flight": (BACKWARD_CASE, StandIn("wgmma_accumulator_load #3"), "accumulator"),
     "queries freed in flight": (BACKWARD_CASE, StandIn("wgmma_wait"), "read of SMEM"),
-    "stores not awaited": (BACKWARD_CASE, StandIn("wait_smem_to_gmem"), ""),
+    "dK and dV not awaited": (BACKWARD_CASE, StandIn("read wait_smem_to_gmem #3"), ""),
 }
 
 # One fault of each kind: a load that is not awaited, a slot written too soon, freed too soon, an accumulator in flight,
@@ -345,7 +345,7 @@ BACKWARD_EACH_RUN = {
     "finite keys not committed",
     "dQ read in flight",
     "queries freed in flight",
-    "stores not awaited",
+    "dK and dV not awaited",
 }
 
 

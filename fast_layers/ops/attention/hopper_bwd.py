@@ -41,7 +41,7 @@ from fast_layers.kernel_parts.nearest_integers import nearest_integers
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
-from fast_layers.kernel_parts.tanh import tanh
+from fast_layers.kernel_parts.tanh import tanh_and_slope
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention import tuned
 from fast_layers.ops.attention.config import (
@@ -65,7 +65,7 @@ KV_TILE = WARPGROUPS * ROWS
 LSE, DELTA, UNITS = range(3)
 """What a row of queries has, in one array: each array starts at a multiple of 1 KiB."""
 _BITS = 30
-_LARGEST_EXPONENT = 120.0
+_LARGEST_EXPONENT = 120
 _PIECES_TOGETHER = 2 * HOPPER_SMS
 """Of a group of heads, at least: two for each SM, since few long ones leave most SMs idle at the end."""
 _ROUNDING = 1.25
@@ -87,7 +87,7 @@ class Operands(NamedTuple):
     q_span: Int[Array, "B|1 J 2"] | None
     logits: LogitOperands
     broken_keys: Int[Array, "B K"] | None = None
-    """Whether a key or value of the head is NaN or inf."""
+    """Whether a key or value of the head is NaN or inf; None where none is hidden."""
     broken_queries: Int[Array, "B N I"] | None = None
     """Whether a query or output gradient of a tile may be; None where it may meet all weights, or was mended before."""
 
@@ -125,6 +125,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     start = jnp.where(sees_none, -jnp.inf, start)
     mask = RowMask.of(p, aux.mask, tiles.q_tile, tiles.kv_tile)
     units, broken_keys = _units(p, aux.mask, inputs.key, inputs.value, d_out, delta)
+    hides_keys = p.mask.band is not None or hides_queries or p.kv_len % tiles.kv_tile != 0
     operands = Operands(
         pad_for_tma(query, tiles.q_tile, qk_dim),
         pad_for_tma(inputs.key, tiles.kv_tile, qk_dim),
@@ -136,7 +137,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         mask,
         None if mask is None else _query_span(p, mask, tiles.q_tile, tiles.kv_tile),
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile, keys_first=True),
-        broken_keys,
+        broken_keys if hides_keys else None,
         _some_of_tile(pad_axis(broken_rows, whole, 2), tiles.q_tile) if hides_queries and in_kernel else None,
     )
     d_query, d_key, d_value = over_batch(functools.partial(launch, tiles), SHARED)(p, operands)
@@ -178,29 +179,38 @@ def _units(
     """A power of two for each row, by which |dQ| / scale and all its partial sums are less than 2^30; broken_keys.
 
     dQ / scale = sum_s P_s (dO . V_s - delta) K_s with weights that sum to at most 1; dO . V_s is 0 or more than itself
-    where weights are dropped. What stands in padding, which no row sees, does not count.
+    where weights are dropped. What stands in padding, which no row sees, does not count. NaN where the bound overflows,
+    and with it the row's dQ.
     """
     seen = _seen_keys(p, form)
 
-    def largest(x):
+    def largest(x, size):
         """[B, K, 1], of the keys that are seen and finite."""
-        x = x if seen is None else jnp.where(seen[:, :, None], x, 0.0)
-        return jnp.repeat(jnp.where(x < jnp.inf, x, 0.0).max(1), p.group, axis=1)[..., None]
+        counts = size < jnp.inf if seen is None else (size < jnp.inf) & seen[:, :, None]
+        return jnp.repeat(jnp.where(counts, x, 0.0).max(1), p.group, axis=1)[..., None]
 
     def length(x):
         x = x.astype(jnp.float32)
         return jnp.sqrt((x * x).sum(-1))
 
-    value_length, key_size = length(value), jnp.abs(key.astype(jnp.float32)).max(-1)
-    # Not by key_size: XLA's maximum may lose a NaN on CPU, where the simulator runs.
-    broken_keys = ~(jnp.isfinite(key).all((1, 3)) & jnp.isfinite(value_length).all(1))
-    longest_value = largest(value_length) / (1.0 - p.dropout_rate)
-    bound = (length(finite_or_zero(d_out)).swapaxes(1, 2) * longest_value + jnp.abs(finite_or_zero(delta))) * largest(
-        key_size
-    )
-    exponent = jnp.ceil(jnp.log2(jnp.maximum(bound * _ROUNDING, jnp.finfo(jnp.float32).tiny)))
-    units = jnp.exp2(jnp.clip(_BITS - exponent, -_LARGEST_EXPONENT, _LARGEST_EXPONENT))
+    key_size, value_size = _sizes(key), _sizes(value)
+    longest_value = largest(length(value), value_size) / (1.0 - p.dropout_rate)
+    d_weight = length(finite_or_zero(d_out)).swapaxes(1, 2) * longest_value + jnp.abs(finite_or_zero(delta))
+    bound = d_weight * largest(key_size, key_size) * _ROUNDING
+    exponent = jnp.ceil(jnp.log2(jnp.maximum(bound, jnp.finfo(jnp.float32).tiny)))
+    exponent = jnp.clip(_BITS - exponent, -_LARGEST_EXPONENT, _LARGEST_EXPONENT).astype(jnp.int32)
+    # By its bits: exp2 of an integer need not be exact.
+    power = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    units = jnp.where(jnp.isfinite(bound), power, jnp.nan)
+    broken_keys = ~((key_size < jnp.inf) & (value_size < jnp.inf)).all(1)
     return units, broken_keys.astype(jnp.int32)
+
+
+def _sizes(x: Float[Array, "B S K H"]) -> Float[Array, "B S K"]:
+    """The largest magnitude of each row, inf if it has a NaN or inf: by its bits, of which no maximum loses a NaN."""
+    bits = lax.bitcast_convert_type(x, jnp.uint16) & 0x7FFF
+    of_row = lax.bitcast_convert_type(bits.max(-1), x.dtype).astype(jnp.float32)
+    return jnp.where(of_row < jnp.inf, of_row, jnp.inf)
 
 
 def _some_of_tile(rows: Bool[Array, "B N T"], q_tile: int) -> Int[Array, "B N I"]:
@@ -283,7 +293,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 to = d_key_ref.at[piece.example, keys, piece.kv_head, pl.ds(i * panel, panel)]
                 plgpu.copy_smem_to_gmem(s.k_slot.at[i, own], to)
             plgpu.copy_smem_to_gmem(s.v_slot.at[warpgroup], d_value_ref.at[piece.example, keys, piece.kv_head])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def load(inputs: Any, s: _Scratch, piece: _Piece):
         example, kv_head, k_start = piece.example, piece.kv_head, piece.kv_index * KV_TILE
@@ -332,7 +342,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         key = [s.k_slot.at[i, own] for i in range(panels)]
         value = s.v_slot.at[warpgroup]
         plgpu.barrier_wait(s.kv_ready)
-        if mask.hides:
+        if inputs.broken_keys is not None:
 
             @pl.when(inputs.broken_keys[example, piece.kv_head] != 0)
             def _mend_keys():
@@ -379,8 +389,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             scores = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)  # d_weights' product goes on
             to_log2, d_cap = p.scale * LOG2_E, None
             if p.softcap is not None:
-                squashed = tanh(scores * (p.scale / p.softcap))
-                d_cap = (1.0 - squashed) * (1.0 + squashed)
+                squashed, d_cap = tanh_and_slope(scores * (p.scale / p.softcap))
                 scores, to_log2 = p.softcap * squashed + lse, LOG2_E
             elif p.bias is not None:
                 scores, to_log2 = p.scale * scores + lse, LOG2_E

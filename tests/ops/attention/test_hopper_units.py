@@ -1,0 +1,63 @@
+"""The units in which Hopper's backward sums dQ as integers: large enough for every partial sum, by what is seen."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fast_layers.ops.attention import api, hopper_bwd
+
+B, T, N, K, H = 2, 48, 4, 2, 16
+
+
+def _operands(scale: float = 1.0):
+    rng = np.random.default_rng(0)
+    query, key, value, d_out = (
+        (scale * rng.standard_normal((B, T, heads, H))).astype(jnp.bfloat16) for heads in (N, K, K, N)
+    )
+    return query, key, value, d_out
+
+
+def _units(query, key, value, d_out, **options):
+    inputs, aux, given, _ = api._prepare(query, key, value, **options)
+    delta = jnp.zeros((B, N, T))
+    return hopper_bwd._units(given.problem(inputs, aux), aux.mask, inputs.key, inputs.value, jnp.asarray(d_out), delta)
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e12])
+def test_no_partial_sum_reaches_the_last_bit(scale):
+    query, key, value, d_out = _operands(scale)
+    units, broken = _units(query, key, value, d_out)
+    key, value, d_out = (np.asarray(x, np.float64) for x in (key, value, d_out))
+    key, value = (np.repeat(x, N // K, axis=2) for x in (key, value))
+    # All of the weight on the worst key.
+    d_weight = np.abs(np.einsum("btnh,bsnh->bnts", d_out, value)).max(-1)
+    worst = d_weight * np.abs(key).max((1, 3))[:, :, None]
+    units = np.asarray(units, np.float64)
+    assert np.all(np.log2(units) % 1 == 0)
+    assert np.all(worst * units < 2.0**30)
+    assert np.all(worst * units > 2.0**25)
+    assert not np.any(broken)
+
+
+def test_padding_does_not_count():
+    query, key, value, d_out = _operands()
+    lengths = np.array([T, 20], np.int32)
+    options = {"key_value_seq_lengths": lengths}
+    units, _ = _units(query, key, value, d_out, **options)
+    for broken_number in (3e38, np.inf, np.nan):
+        key[1, 30, 0], value[1, 25, 0, 3] = broken_number, broken_number
+        same, broken = _units(query, key, value, d_out, **options)
+        np.testing.assert_array_equal(same, units)
+        np.testing.assert_array_equal(broken, [[0, 0], [not np.isfinite(broken_number), 0]])
+
+
+def test_none_where_the_bound_overflows():
+    query, key, value, d_out = _operands()
+    value[0, 5, 1] = 3e19
+    units, broken = _units(query, key, value, d_out)
+    overflows = np.zeros((B, N, T), bool)
+    overflows[0, N // K :] = True
+    np.testing.assert_array_equal(np.isnan(units), overflows)
+    assert not np.any(broken)
