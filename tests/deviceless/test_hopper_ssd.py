@@ -14,6 +14,7 @@ import fast_layers
 from deviceless import ssd_functions
 from fast_layers.dispatch import Pass
 from fast_layers.ops.ssd.config import HOPPER_SMEM_BYTES, HopperBackwardTiles, HopperForwardTiles, HopperStateTiles
+from fast_layers.ops.ssd.problem import Problem
 from fast_layers.testing import Compilation, compile_all_for
 from fast_layers.testing.deviceless import missing_wheels
 
@@ -107,11 +108,14 @@ def test_backward_of_all_calls_compiles_well():
     _check([*CALLS.items(), *MORE_CALLS.items(), ("split", SPLIT)], "backward", BACKWARD)
 
 
-def expected_smem_bytes(kernel: str, call: Call) -> int:
-    """By what the choice of tiles goes."""
+def problem_of(call: Call) -> Problem:
     (operands,) = call.compilation("forward").shapes
     explained = fast_layers.explain(lambda operands: fast_layers.ssd(**operands, implementation="reference"), operands)
-    p = explained.plans[0].problem
+    return explained.plans[0].problem
+
+
+def expected_smem_bytes(kernel: str, p: Problem) -> int:
+    """By what the choice of tiles goes."""
     match kernel:
         case "ssd_forward":
             return HopperForwardTiles.of(p).smem_bytes(p.state_dim, p.gated)
@@ -131,9 +135,9 @@ def _check(calls: Iterable[tuple[str, Call]], pass_: Pass, kernels: set[str]) ->
             continue
         if report.seconds > MOST_SECONDS:
             faults.append(f"{name}: {report.seconds:.0f} s")
-        # A few heads may make a split sequence, whose states are found first.
-        maybe = {"ssd_states"} if call.heads < SPLIT.heads else set()
-        if (found := {kernel.name for kernel in report.kernels}) | maybe != kernels | maybe:
+        problem = problem_of(call)
+        split = {"ssd_states"} if HopperForwardTiles.of(problem).splits > 1 else set()
+        if (found := {kernel.name for kernel in report.kernels}) != kernels | split:
             faults.append(f"{name}: kernels {found}")
         for kernel in report.kernels:
             smem = "?" if kernel.smem_bytes is None else kernel.smem_bytes
@@ -145,7 +149,7 @@ def _check(calls: Iterable[tuple[str, Call]], pass_: Pass, kernels: set[str]) ->
             if kernel.spill_store_bytes > MOST_SPILLED_BYTES.get((kernel.name, call.state_dim), 0):
                 faults.append(f"{name}: {kernel.spill_store_bytes} bytes are spilled")
             # The two of a split sequence differ in what they keep, and have one name.
-            most = min(HOPPER_SMEM_BYTES, expected_smem_bytes(kernel.name, call))
+            most = min(HOPPER_SMEM_BYTES, expected_smem_bytes(kernel.name, problem))
             if kernel.smem_bytes is not None and kernel.smem_bytes > most:
                 faults.append(f"{name}: {kernel.smem_bytes} bytes of shared memory exceed {most}")
     assert not faults, "\n".join(faults)

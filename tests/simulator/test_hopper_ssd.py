@@ -33,7 +33,7 @@ def _case(**options) -> Case:
 CASES = {
     "one token": _case(length=1),
     "one chunk": _case(length=64),
-    "five chunks and a tail": _case(length=333, batch=2),
+    "five chunks and a tail, a state of 128": _case(length=333, state_dim=128),
     "heads of 32, a state of 16": _case(length=130, heads=4, head_dim=32, state_dim=16, groups=2, initial_state=True),
     "heads of 128, a state of 256": _case(
         length=130, heads=1, head_dim=128, state_dim=256, D="head", z=True, segments="rows", initial_state=True
@@ -115,6 +115,25 @@ def test_other_documents_change_no_bit():
         got = simulate(lambda inputs, aux, p=problem: hopper_call.forward(p, inputs, aux), inputs, aux).check()
         results.append(np.asarray(got.out[:, 50:90]))
     np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(jnp.bfloat16, 16), (jnp.float16, 21)])
+def test_a_share_is_handed_over_as_two_numbers(dtype, bits):
+    rng = np.random.default_rng(0)
+    share = (rng.normal(size=(64, 64)) * 10.0 ** rng.uniform(0, 6, (64, 64))).astype(np.float32)
+    value, rest = hopper_fwd.share_parts(jnp.asarray(share), dtype)
+    assert value.dtype == rest.dtype == dtype
+    got = np.asarray(hopper_fwd.share_of(value.astype(jnp.float32), rest.astype(jnp.float32)))
+    assert np.all(np.abs(got - share) <= 2.0**-bits * np.abs(share) + jnp.finfo(dtype).smallest_subnormal)
+    assert np.any(np.asarray(value, np.float32) / hopper_fwd.SHARE_SCALE != share)  # the value alone would not do
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_is_not_finite_is_handed_over_as_it_is(dtype):
+    share = np.array([np.inf, -np.inf, np.nan, 0.0], np.float32)
+    parts = hopper_fwd.share_parts(jnp.asarray(share), dtype)
+    got = hopper_fwd.share_of(*(part.astype(jnp.float32) for part in parts))
+    np.testing.assert_array_equal(got, share)
 
 
 def _around(built, other):

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile
@@ -42,7 +43,8 @@ from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Scanned
 SHARE_COLUMNS = (slice(0, ROWS), slice(ROWS, 2 * ROWS))
 """Where a share of the output is handed over, as its value in 16 bits and the rest: over the rounded state, which has
 been read by then."""
-SHARE_SCALE = 2.0**-8
+SHARE_LOG2_SCALE = -8
+SHARE_SCALE = 2.0**SHARE_LOG2_SCALE
 """Of the value, so that float16 has numbers for shares that are larger than their sum."""
 
 
@@ -92,39 +94,33 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
         out_ref, final_ref = refs[tree.num_leaves :]
         absent = dict.fromkeys(("z_slots", "first_slots", "share_ready", "share_taken"))
         s = _Scratch(**{**absent, **scratch})
-        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        row, pack = lax.div(block, p.groups * packs), lax.rem(block, p.groups * packs)
-        example, split = (row, 0) if splits == 1 else (lax.div(row, splits), lax.rem(row, splits))
-        first_chunk, count = hopper_states.split_chunks(splits, chunks, split)
-        group = lax.div(pack, packs)
-        first_unit = pack * block_units
+        warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == wgs)
         def _load():
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
-            one = functools.partial(load, inputs, s, example, group, first_unit, first_chunk)
-            lax.fori_loop(0, count, one, None)
+            at = part()
+            lax.fori_loop(at.first_chunk, at.end_chunk, functools.partial(load, inputs, s, at), None)
 
         @pl.when(warpgroup < wgs)
         def _compute():
             plgpu.set_max_registers(tiles.compute_registers, action="increase")
             panel, span = (warpgroup, 0) if state_spans == 1 else (0, warpgroup)
-            at = _Place(example, first_unit + panel, warpgroup, panel, span)
-            start = None if inputs.initial_state is None else inputs.initial_state.at[row, at.unit]
-            final = compute(inputs, s, out_ref, start, at, first_chunk, count)
+            block = part()
+            compute(inputs, s, out_ref, final_ref, block, _Place(block.first_unit + panel, warpgroup, panel, span))
 
-            @pl.when(split == splits - 1)
-            def _end():
-                final_ref.at[example, at.unit, :, states_of(at)][...] = final
+    def part() -> _Part:
+        """Each role asks anew, since what is known before the roles part is kept in registers for all of them."""
+        block = lax.axis_index("block")
+        row, pack = lax.div(block, p.groups * packs), lax.rem(block, p.groups * packs)
+        example, split = (row, 0) if splits == 1 else (lax.div(row, splits), lax.rem(row, splits))
+        first_and_end = hopper_states.split_chunks(splits, chunks, split)
+        return _Part(row, example, *first_and_end, lax.div(pack, packs), pack * block_units)
 
-            plgpu.wait_smem_to_gmem(0)
-
-    def states_of(at: _Place):
-        return pl.ds(at.span * span_dim, span_dim)
-
-    def load(inputs: Any, s: _Scratch, example, group, first_unit, first_chunk, step, _):
-        slot, chunk = lax.rem(step, ring), first_chunk + step
-        tokens, ready = pl.ds(chunk * ROWS, ROWS), s.ready.at[slot]
+    def load(inputs: Any, s: _Scratch, at: _Part, chunk, _):
+        step, tokens = chunk - at.first_chunk, pl.ds(chunk * ROWS, ROWS)
+        slot = lax.rem(step, ring)
+        ready = s.ready.at[slot]
 
         @pl.when(step >= ring)
         def _wait():
@@ -132,44 +128,54 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
 
         for span in range(state_spans):
             states = pl.ds(span * span_dim, span_dim)
-            plgpu.copy_gmem_to_smem(inputs.C.at[example, tokens, group, states], s.c_slots.at[slot, span], ready)
-            plgpu.copy_gmem_to_smem(inputs.B.at[example, tokens, group, states], s.b_slots.at[slot, span], ready)
+            plgpu.copy_gmem_to_smem(inputs.C.at[at.example, tokens, at.group, states], s.c_slots.at[slot, span], ready)
+            plgpu.copy_gmem_to_smem(inputs.B.at[at.example, tokens, at.group, states], s.b_slots.at[slot, span], ready)
         if inputs.first is not None:
-            plgpu.copy_gmem_to_smem(inputs.first.at[example, chunk], s.first_slots.at[slot], ready)
+            plgpu.copy_gmem_to_smem(inputs.first.at[at.example, chunk], s.first_slots.at[slot], ready)
         for panel in range(block_units):
-            unit = first_unit + panel
+            unit = at.first_unit + panel
             head = lax.div(unit, panels(p.head_dim))
-            plgpu.copy_gmem_to_smem(inputs.x.at[example, tokens, unit], s.x_slots.at[slot, panel], ready)
-            plgpu.copy_gmem_to_smem(inputs.factors.at[example, chunk, head], s.factor_slots.at[slot, panel], ready)
+            plgpu.copy_gmem_to_smem(inputs.x.at[at.example, tokens, unit], s.x_slots.at[slot, panel], ready)
+            plgpu.copy_gmem_to_smem(inputs.factors.at[at.example, chunk, head], s.factor_slots.at[slot, panel], ready)
             if inputs.z is not None:
-                plgpu.copy_gmem_to_smem(inputs.z.at[example, tokens, unit], s.z_slots.at[slot, panel], ready)
+                plgpu.copy_gmem_to_smem(inputs.z.at[at.example, tokens, unit], s.z_slots.at[slot, panel], ready)
 
-    def compute(inputs: Any, s: _Scratch, out_ref, start, at: _Place, first_chunk, count):
+    def compute(inputs: Any, s: _Scratch, out_ref, final_ref, block: _Part, at: _Place):
+        states = pl.ds(at.span * span_dim, span_dim)
+
         def over_chunks(state_acc):
-            if start is not None:
-                state_acc[...] = plgpu.load(start.at[:, states_of(at)], layout=WGMMA, optimized=False)
+            if inputs.initial_state is not None:
+                start = inputs.initial_state.at[block.row, at.unit, :, states]
+                state_acc[...] = plgpu.load(start, layout=WGMMA, optimized=False)
 
-            def step(i, _):
-                slot = lax.rem(i, ring)
+            def step(chunk, _):
+                slot = lax.rem(chunk - block.first_chunk, ring)
                 plgpu.barrier_wait(s.ready.at[slot])
-                one_chunk(inputs, s, state_acc, at, slot, i > 0)
+                one_chunk(inputs, s, state_acc, block.example, at, slot, chunk > block.first_chunk)
                 plgpu.barrier_arrive(s.consumed.at[slot])
 
                 @finishes(at)
                 def _store():
-                    rows = out_ref.at[at.example, pl.ds((first_chunk + i) * ROWS, ROWS), at.unit]
-                    plgpu.copy_smem_to_gmem(s.out_slots.at[at.panel], rows)
+                    tokens = pl.ds(chunk * ROWS, ROWS)
+                    plgpu.copy_smem_to_gmem(s.out_slots.at[at.panel], out_ref.at[block.example, tokens, at.unit])
 
-            lax.fori_loop(0, count, step, None)
+            lax.fori_loop(block.first_chunk, block.end_chunk, step, None)
             return state_acc[...]
 
-        return pl.run_scoped(over_chunks, plgpu.WGMMAAccumulatorRef((ROWS, span_dim), jnp.float32))
+        final = pl.run_scoped(over_chunks, plgpu.WGMMAAccumulatorRef((ROWS, span_dim), jnp.float32))
+
+        # Asked of what the loop has in registers anyway.
+        @pl.when(block.end_chunk == chunks)
+        def _end():
+            final_ref.at[block.example, at.unit, :, states][...] = final
+
+        plgpu.wait_smem_to_gmem(0)
 
     def finishes(at: _Place):
         """Decorates what only one of a panel's warpgroups does."""
         return pl.when(True if state_spans == 1 else at.span == 0)
 
-    def one_chunk(inputs: Any, s: _Scratch, state_acc, at: _Place, slot, has_stored):
+    def one_chunk(inputs: Any, s: _Scratch, state_acc, example, at: _Place, slot, has_stored):
         b_slot, c_slot, x_slot = s.b_slots.at[slot, at.span], s.c_slots.at[slot, at.span], s.x_slots.at[slot, at.panel]
         factors = s.factor_slots.at[slot, at.panel]
         state_slot, entering_slot = s.state_slots.at[at.warpgroup], s.entering_slots.at[at.warpgroup]
@@ -207,26 +213,24 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
 
             @pl.when(at.span > 0)
             def _hand_over():
-                value = (out * SHARE_SCALE).astype(p.dtype)
-                rest = (out - value.astype(jnp.float32) / SHARE_SCALE).astype(p.dtype)
-                for part, columns in zip((value, rest), SHARE_COLUMNS, strict=True):
+                for part, columns in zip(share_parts(out, p.dtype), SHARE_COLUMNS, strict=True):
                     state_slot[:, columns] = part
                 plgpu.barrier_arrive(s.share_ready)
 
         @finishes(at)
         def _finish():
-            finish(inputs, s, out if state_spans == 1 else out + take_share(s), at, slot, has_stored)
+            finish(inputs, s, out if state_spans == 1 else out + take_share(s), example, at, slot, has_stored)
 
     def take_share(s: _Scratch):
         plgpu.barrier_wait(s.share_ready)
-        value, rest = (load_tile(s.state_slots.at[1, :, columns]) for columns in SHARE_COLUMNS)
+        parts = [load_tile(s.state_slots.at[1, :, columns]) for columns in SHARE_COLUMNS]
         plgpu.barrier_arrive(s.share_taken)
-        return value / SHARE_SCALE + rest
+        return share_of(*parts)
 
-    def finish(inputs: Any, s: _Scratch, out, at: _Place, slot, has_stored):
+    def finish(inputs: Any, s: _Scratch, out, example, at: _Place, slot, has_stored):
         x_slot = s.x_slots.at[slot, at.panel]
         if inputs.D is not None:
-            skip = plgpu.load(inputs.D.at[at.example, at.unit], layout=BY_COLUMN, optimized=False)
+            skip = plgpu.load(inputs.D.at[example, at.unit], layout=BY_COLUMN, optimized=False)
             out += load_tile(x_slot) * by_column(skip)
         if s.z_slots is not None:
             z = load_tile(s.z_slots.at[slot, at.panel])
@@ -282,10 +286,32 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
     )(*jax.tree.leaves(operands))
 
 
-class _Place(NamedTuple):
-    """Where a compute warpgroup stands."""
+def share_parts(share: Float[Array, "Q P"], dtype: Any) -> tuple[Array, Array]:
+    """A share as its value, scaled, and the rest, to which infinity is left."""
+    most = 2.0 ** (min(jnp.finfo(dtype).maxexp, jnp.finfo(jnp.float32).maxexp + SHARE_LOG2_SCALE) - 1)
+    value = jnp.minimum(jnp.maximum(share * SHARE_SCALE, -most), most).astype(dtype)
+    return value, (share - value.astype(jnp.float32) / SHARE_SCALE).astype(dtype)
 
+
+def share_of(value: Float[Array, "Q P"], rest: Float[Array, "Q P"]) -> Float[Array, "Q P"]:
+    return value / SHARE_SCALE + rest
+
+
+class _Part(NamedTuple):
+    """What a block goes through."""
+
+    row: Any
+    """Of each example and split, in order."""
     example: Any
+    first_chunk: Any
+    end_chunk: Any
+    group: Any
+    first_unit: Any
+
+
+class _Place(NamedTuple):
+    """Where a compute warpgroup stands in its block."""
+
     unit: Any
     warpgroup: Any
     panel: Any

@@ -104,13 +104,12 @@ def _split_decays(splits: int, kept: Float[Array, "B C H"]) -> Float[Array, "B S
 
 
 def split_chunks(splits: int, chunks: int, split: Any) -> tuple[Any, Any]:
-    """The first chunk of a split of the sequence, and how many it has: as many as the others, or one more."""
+    """The first chunk of a split of the sequence, and the first after it. It has as many as the others, or one more."""
     if splits == 1:
         return 0, chunks
     if splits > chunks:
         raise ValueError(f"{splits=} must be at most the number of chunks of {ROWS} tokens, {chunks}")
-    first = lax.div(split * chunks, splits)
-    return first, lax.div((split + 1) * chunks, splits) - first
+    return lax.div(split * chunks, splits), lax.div((split + 1) * chunks, splits)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
@@ -133,7 +132,8 @@ def _launch(tiles: HopperStateTiles, p: Problem, keep: bool, operands: StateOper
         direction, place = lax.div(block, rows * p.groups * packs), lax.rem(block, rows * p.groups * packs)
         row, pack = lax.div(place, p.groups * packs), lax.rem(place, p.groups * packs)
         example, split = (row, 0) if rows == p.batch else (lax.div(row, rows // p.batch), lax.rem(row, rows // p.batch))
-        first_chunk, count = split_chunks(splits, chunks, split)
+        first_chunk, end_chunk = split_chunks(splits, chunks, split)
+        count = end_chunk - first_chunk
         group = lax.div(pack, packs)
         first_unit = pack * wgs
 
