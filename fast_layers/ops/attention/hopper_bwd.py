@@ -41,7 +41,7 @@ from fast_layers.kernel_parts.nearest_integers import nearest_integers
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
-from fast_layers.kernel_parts.tanh import tanh_and_slope
+from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention import tuned
 from fast_layers.ops.attention.config import (
@@ -87,7 +87,7 @@ class Operands(NamedTuple):
     q_span: Int[Array, "B|1 J 2"] | None
     logits: LogitOperands
     broken_keys: Int[Array, "B K"] | None = None
-    """Whether a key or value of the head is NaN or inf; None where none is hidden."""
+    """Whether a key or value of the head may be NaN or inf; None where none is hidden."""
     broken_queries: Int[Array, "B N I"] | None = None
     """Whether a query or output gradient of a tile may be; None where it may meet all weights, or was mended before."""
 
@@ -184,25 +184,27 @@ def _units(
     """
     seen = _seen_keys(p, form)
 
-    def largest(x, size):
+    def largest(x, finite):
         """[B, K, 1], of the keys that are seen and finite."""
-        counts = size < jnp.inf if seen is None else (size < jnp.inf) & seen[:, :, None]
+        counts = finite if seen is None else finite & seen[:, :, None]
         return jnp.repeat(jnp.where(counts, x, 0.0).max(1), p.group, axis=1)[..., None]
 
     def length(x):
         x = x.astype(jnp.float32)
         return jnp.sqrt((x * x).sum(-1))
 
-    key_size, value_size = _sizes(key), _sizes(value)
-    longest_value = largest(length(value), value_size) / (1.0 - p.dropout_rate)
+    key_size, value_length = _sizes(key), length(value)
+    # A sum of squares may be infinite though the numbers are not; a maximum may lose a NaN, which that sum shows.
+    finite_values = (jnp.abs(value.astype(jnp.float32)).max(-1) < jnp.inf) & ~jnp.isnan(value_length)
+    longest_value = largest(value_length, finite_values) / (1.0 - p.dropout_rate)
     d_weight = length(finite_or_zero(d_out)).swapaxes(1, 2) * longest_value + jnp.abs(finite_or_zero(delta))
-    bound = d_weight * largest(key_size, key_size) * _ROUNDING
+    bound = d_weight * largest(key_size, key_size < jnp.inf) * _ROUNDING
     exponent = jnp.ceil(jnp.log2(jnp.maximum(bound, jnp.finfo(jnp.float32).tiny)))
     exponent = jnp.clip(_BITS - exponent, -_LARGEST_EXPONENT, _LARGEST_EXPONENT).astype(jnp.int32)
     # By its bits: exp2 of an integer need not be exact.
     power = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
     units = jnp.where(jnp.isfinite(bound), power, jnp.nan)
-    broken_keys = ~((key_size < jnp.inf) & (value_size < jnp.inf)).all(1)
+    broken_keys = ~((key_size < jnp.inf) & jnp.isfinite(value_length)).all(1)
     return units, broken_keys.astype(jnp.int32)
 
 
@@ -341,10 +343,12 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         example = piece.example
         key = [s.k_slot.at[i, own] for i in range(panels)]
         value = s.v_slot.at[warpgroup]
+        # Asked for before the wait, which hides how long memory takes to answer; so below.
+        broken_keys = None if inputs.broken_keys is None else inputs.broken_keys[example, piece.kv_head] != 0
         plgpu.barrier_wait(s.kv_ready)
-        if inputs.broken_keys is not None:
+        if broken_keys is not None:
 
-            @pl.when(inputs.broken_keys[example, piece.kv_head] != 0)
+            @pl.when(broken_keys)
             def _mend_keys():
                 # A weight of 0 times NaN is NaN, so what is hidden must be finite. Who sees a broken key has an lse of
                 # NaN.
@@ -352,10 +356,10 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                     make_finite(tile)
                 plgpu.commit_smem()
 
-        def mend_queries(slot, head, q_index):
+        def mend_queries(slot, broken):
             """One warpgroup mends the queries, the other the output gradients; both read both."""
 
-            @pl.when(inputs.broken_queries[example, head, q_index] != 0)
+            @pl.when(broken)
             def _mend():
                 for mine, tile in enumerate((s.q_slots.at[slot], s.d_out_slots.at[slot])):
 
@@ -373,10 +377,15 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
             # Before the scores are there, since it takes many registers.
             keep = logits.keep(shape=(ROWS, q_tile), **at).astype(p.dtype) if p.dropout_rate else None
+            broken = ragged = None
+            if hides and inputs.broken_queries is not None:
+                broken = inputs.broken_queries[example, head, q_index] != 0
+            if hides and not piece.ragged_apart:
+                ragged = mask.ragged_for_keys(example, q_index, k_start, ROWS)
             plgpu.barrier_wait(s.q_ready.at[slot])
             plgpu.barrier_wait(s.d_out_ready.at[slot])
-            if hides and inputs.broken_queries is not None:
-                mend_queries(slot, head, q_index)
+            if broken is not None:
+                mend_queries(slot, broken)
             lse = by_query(plgpu.load(s.row_slots.at[LSE, slot], layout=BY_QUERY))
             delta = by_query(plgpu.load(s.row_slots.at[DELTA, slot], layout=BY_QUERY))
             if folds_lse(p):
@@ -389,7 +398,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             scores = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)  # d_weights' product goes on
             to_log2, d_cap = p.scale * LOG2_E, None
             if p.softcap is not None:
-                squashed, d_cap = tanh_and_slope(scores * (p.scale / p.softcap))
+                squashed = tanh(scores * (p.scale / p.softcap))
+                d_cap = (1.0 - squashed) * (1.0 + squashed)
                 scores, to_log2 = p.softcap * squashed + lse, LOG2_E
             elif p.bias is not None:
                 scores, to_log2 = p.scale * scores + lse, LOG2_E
@@ -400,11 +410,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 def hide(scores):
                     return mask.hide(scores, mask.rows(example, q_index * q_tile, q_tile, 1), **at)
 
-                if piece.ragged_apart:
-                    scores = hide(scores)
-                else:
-                    ragged = mask.ragged_for_keys(example, q_index, k_start, ROWS)
-                    scores = lax.cond(ragged, hide, lambda x: x, scores)
+                scores = hide(scores) if ragged is None else lax.cond(ragged, hide, lambda x: x, scores)
             weights = jnp.exp2(scores * to_log2)
             d_weights, kept = plgpu.wgmma_accumulator_load(d_weight_acc, wait_n=0), weights
             if keep is not None:
