@@ -26,8 +26,12 @@ _WANTED_BLOCKS = 2 * MULTIPROCESSORS
 """Of the backward's second kernel: of fewer, the last ones' time would count."""
 _FEWEST_CHUNKS = 8
 """Of a split of the sequence."""
-_BLOCK_COSTS, _SPLITTING_COSTS = 2, 5
-"""In chunks of what is split: a block's start and end, and what is launched only because of splits."""
+_BLOCK_COSTS, _SPLITTING_COSTS, _SPLITS_SQUARED_COSTS = 2, 4, 1 / 512
+"""In chunks of what is split, by an H200: a block's start and end; what is launched only because of splits; and, for
+each panel of an example and the splits' square (XLA's fusion begins anew for each), carrying states from one to the
+next."""
+_NEGLIGIBLE = 1.05
+"""Such a part of the time is not worth more splits."""
 
 
 def panels(head_dim: int) -> int:
@@ -89,11 +93,6 @@ class HopperForwardTiles:
         kept = ROWS * (panels * (state_dim + ROWS) + self.compute_wgs * ROWS)
         return 2 * (self.stages * stage + kept) + _OTHER_SMEM_BYTES
 
-    def blocks(self, problem: Problem) -> int:
-        """Of a launch, all of which could run side by side."""
-        p = problem
-        return p.batch * p.heads * panels(p.head_dim) // self.panels(p.state_dim) * self.splits
-
     @classmethod
     def of(cls, problem: Problem) -> HopperForwardTiles:
         """Two panels where a group's are even and all fits; then as deep a ring as fits."""
@@ -106,18 +105,22 @@ class HopperForwardTiles:
 
 
 def _splits(p: Problem, block_panels: int, sweeps: int, states_cost: float) -> int:
-    """Of those with which all blocks are expected to end first, the fewest. What each but the last adds to a state is
-    found before, of which a chunk takes `states_cost` of a chunk of what is split."""
+    """The fewest with which all blocks are expected to end as early as they can. What each but the last adds to a state
+    is found before, of which a chunk takes `states_cost` of a chunk of what is split."""
     chunks = -(-p.length // ROWS)
     blocks = sweeps * p.batch * p.heads * panels(p.head_dim) // block_panels
 
     def chunks_in_turn(splits: int) -> float:
         one = -(-chunks // splits) + _BLOCK_COSTS
         scan, states = (-(-n * blocks // MULTIPROCESSORS) * one for n in (splits, splits - 1))
-        return scan + (0 if splits == 1 else states_cost * states + _SPLITTING_COSTS)
+        if splits == 1:
+            return scan
+        return (
+            scan + states_cost * states + _SPLITTING_COSTS + _SPLITS_SQUARED_COSTS * splits**2 * blocks * block_panels
+        )
 
-    most = min(max(chunks // _FEWEST_CHUNKS, 1), MULTIPROCESSORS)
-    return min(range(1, most + 1), key=chunks_in_turn)
+    times = [chunks_in_turn(n) for n in range(1, min(max(chunks // _FEWEST_CHUNKS, 1), MULTIPROCESSORS) + 1)]
+    return 1 + next(i for i, time in enumerate(times) if time <= _NEGLIGIBLE * min(times))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,23 +94,20 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
         out_ref, final_ref = refs[tree.num_leaves :]
         absent = dict.fromkeys(("z_slots", "first_slots", "share_ready", "share_taken"))
         s = _Scratch(**{**absent, **scratch})
-        warpgroup = lax.axis_index("warpgroup")
+        warpgroup, block = lax.axis_index("warpgroup"), part()
 
         @pl.when(warpgroup == wgs)
         def _load():
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
-            at = part()
-            lax.fori_loop(at.first_chunk, at.end_chunk, functools.partial(load, inputs, s, at), None)
+            lax.fori_loop(block.first_chunk, block.end_chunk, functools.partial(load, inputs, s, block), None)
 
         @pl.when(warpgroup < wgs)
         def _compute():
             plgpu.set_max_registers(tiles.compute_registers, action="increase")
             panel, span = (warpgroup, 0) if state_spans == 1 else (0, warpgroup)
-            block = part()
             compute(inputs, s, out_ref, final_ref, block, _Place(block.first_unit + panel, warpgroup, panel, span))
 
     def part() -> _Part:
-        """Each role asks anew, since what is known before the roles part is kept in registers for all of them."""
         block = lax.axis_index("block")
         row, pack = lax.div(block, p.groups * packs), lax.rem(block, p.groups * packs)
         example, split = (row, 0) if splits == 1 else (lax.div(row, splits), lax.rem(row, splits))

@@ -1,10 +1,12 @@
-"""The tile choices of the Hopper scan: what fits, and how work is spread over the GPU."""
+"""The Hopper scan without a GPU: what fits, how work is spread, and the sums that XLA makes for it."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from fast_layers.ops.ssd import hopper_call
 from fast_layers.ops.ssd.config import (
     HEAD_DIMS,
     HOPPER_SMEM_BYTES,
@@ -35,14 +37,14 @@ def test_choices_fit(state_dim, head_dim, gated):
     ("options", "forward", "states", "slices"),
     [
         ({}, 1, 1, 1),  # 320 blocks in the forward
-        ({"batch": 1, "length": 32_768}, 13, 1, 1),  # 520 blocks: four for each of 132 multiprocessors, 40 chunks each
-        ({"batch": 4}, 4, 1, 2),  # 160 blocks would leave half of the GPU idle for half of the time
-        ({"batch": 1, "heads": 8, "length": 8192}, 16, 16, 4),
-        ({"batch": 1, "heads": 8, "length": 64 * 127}, 15, 15, 4),  # splits of eight and nine chunks
+        ({"batch": 1, "length": 32_768}, 3, 1, 1),  # 120 blocks for 132 multiprocessors
+        ({"batch": 4}, 1, 1, 2),  # of 160 blocks one would have to wait for another, but splits cost as much
+        ({"batch": 1, "heads": 8, "length": 8192}, 15, 13, 4),
+        ({"batch": 1, "heads": 8, "length": 64 * 127}, 13, 12, 4),  # a prime number of chunks
         ({"batch": 1, "heads": 8, "length": 1024}, 1, 1, 8),  # two splits of 8 chunks would gain nothing
         ({"batch": 1, "length": 1}, 1, 1, 80),
         ({"batch": 1, "length": 1024, "groups": 80}, 1, 1, 1),
-        ({"batch": 1, "heads": 8, "length": 8192, "state_dim": 256}, 16, 16, 2),
+        ({"batch": 1, "heads": 8, "length": 8192, "state_dim": 256}, 15, 13, 2),
     ],
 )
 def test_work_is_spread(options, forward, states, slices):
@@ -50,6 +52,13 @@ def test_work_is_spread(options, forward, states, slices):
     found = HopperForwardTiles.of(problem).splits, HopperStateTiles.of(problem).splits
     assert found == (forward, states)
     assert HopperBackwardTiles.of(problem).slices == slices
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_running_sums(rows):
+    x = np.random.default_rng(0).normal(size=(2, 3, rows, 5)).astype(np.float32)
+    want = np.cumsum(x.astype(np.float64), axis=2)
+    np.testing.assert_allclose(hopper_call.running_sums(jnp.asarray(x)), want, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(
