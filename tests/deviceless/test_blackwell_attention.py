@@ -77,21 +77,20 @@ class Call:
 CAUSAL = {"is_causal": True}
 DROPOUT = {"dropout_rate": 0.1}
 EVERYTHING = {"is_causal": True, "softcap": 30.0, "sinks": np.zeros(16, np.float32), "local_window_size": (1024, 0)}
-ANY_ORDER = ", any order"
-"""Ends the name of a call whose forward is that of another."""
 LEAN = {
     "d128 causal": Call(options=CAUSAL),
     "d64 segments, any order": Call(kv_heads=4, qk_dim=64, segments=True, any_order=True, options=CAUSAL),
 }
+LEAN_B300 = {"d80 causal, odd length, any order": Call(2047, qk_dim=80, any_order=True, options=CAUSAL)}
 REST = {
     "d64 segments": Call(kv_heads=4, qk_dim=64, segments=True, options=CAUSAL),
     "d128 full, any order": Call(any_order=True),
     "d128 causal, any order": Call(any_order=True, options=CAUSAL),
-    "d80 causal, odd length, any order": Call(2047, qk_dim=80, any_order=True, options=CAUSAL),
     "d128 everything, any order": Call(kv_heads=4, segments=True, any_order=True, options=EVERYTHING),
     "d128 everything per score, any order": Call(
         2048, bias=True, mask=True, any_order=True, options=CAUSAL | DROPOUT | {"softcap": 30.0}
     ),
+    "d64, values of 192, any order": Call(2048, qk_dim=64, v_dim=192, any_order=True, options=CAUSAL),
     "d192/128 causal, any order": Call(2048, qk_dim=192, v_dim=128, any_order=True, options=CAUSAL),
     "d128 full": Call(),
     "d64 full": Call(qk_dim=64),
@@ -100,6 +99,7 @@ REST = {
     "d128 segments": Call(kv_heads=4, segments=True, options=CAUSAL),
     "d128 everything": Call(kv_heads=4, segments=True, options=EVERYTHING),
     "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL),
+    "d192 causal": Call(2048, qk_dim=192, options=CAUSAL),
     "d256 causal": Call(qk_dim=256, options=CAUSAL),
     "few queries": Call(100, kv_heads=4, options=CAUSAL),
     "d128 causal, polynomials": Call(tiles={"polynomial_columns": 8}, options=CAUSAL),
@@ -116,46 +116,14 @@ REST = {
     "d128 chunk": Call(q_len=300, kv_heads=4, options=CAUSAL | {"q_offset": "bottom_right"}),
 }
 
-# Bytes of spilled stores that a kernel may have, 0 where nothing is said: about a fifth above what ptxas 13.3 made of
-# them on B200 on 2026-11-22. They are addresses and bounds that it hoists out of loops, and phases of barriers. A bias'
-# gradient, too, is to keep to FORWARD_SPILLS. Where dropout or all options meet, ceilings are of older kernels.
-FORWARD_SPILLS = {
-    "d128 everything per score": 24,
-    "d128 causal, dropout": 40,
-    "d64 mask, dropout": 40,
-    "d256 everything per score": 670,
-}
-BACKWARD_SPILLS = {
-    "d128 causal, any order": 20,
-    "d64 segments, any order": 44,
-    "d80 causal, odd length, any order": 34,
-    "d128 everything, any order": 54,
-    "d128 everything per score, any order": 184,
-    "d192/128 causal, any order": 10,
-    "d128 causal": 16,
-    "d64 segments": 68,
-    "d128 full": 6,
-    "d64 full": 6,
-    "d64 causal": 16,
-    "d80 causal, odd length": 16,
-    "d128 segments": 68,
-    "d128 everything": 30,
-    "d192/128 causal": 10,
-    "d256 causal": 24,
-    "d128 bias": 6,
-    "d128 causal, dropout": 40,
-    "d64 mask, dropout": 40,
-    "d256 everything per score": 670,
-}
-
 
 @pytest.mark.parametrize(
     ("gpu", "calls"),
     [
         pytest.param("b200", LEAN, id="b200"),
-        pytest.param("b200", REST, id="b200-rest", marks=pytest.mark.exhaustive),
-        pytest.param("b300", LEAN, id="b300", marks=pytest.mark.exhaustive),
-        pytest.param("b300", REST, id="b300-rest", marks=pytest.mark.exhaustive),
+        pytest.param("b300", LEAN_B300, id="b300"),
+        pytest.param("b200", LEAN_B300 | REST, id="b200-rest", marks=pytest.mark.exhaustive),
+        pytest.param("b300", LEAN | REST, id="b300-rest", marks=pytest.mark.exhaustive),
     ],
 )
 def test_kernels_compile_well(gpu, calls):
@@ -182,8 +150,6 @@ def test_kernels_compile_well(gpu, calls):
             multiplies = kernel.name != "combine_parts"
             if multiplies and not 0 < (kernel.tmem_columns or 0) <= BLACKWELL_TMEM_COLUMNS:
                 faults.append(f"{where}: {kernel.tmem_columns} columns of {BLACKWELL_TMEM_COLUMNS}")
-            of_backward = kernel.name.startswith("attention_backward")
-            most = BACKWARD_SPILLS.get(name, 0) if of_backward else FORWARD_SPILLS.get(name.removesuffix(ANY_ORDER), 0)
-            if kernel.spill_store_bytes > most:
-                faults.append(f"{where}: {kernel.spill_store_bytes} bytes are spilled, of {most} at most")
+            if kernel.spills:
+                faults.append(f"{where}: {kernel.spill_store_bytes} bytes are spilled")
     assert not faults, "\n".join(faults)

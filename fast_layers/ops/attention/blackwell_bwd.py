@@ -41,7 +41,7 @@ from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention.blackwell_config import BlackwellBackwardTiles
-from fast_layers.ops.attention.blackwell_grad_parts import d_scores, log2_weights, store_sums, weigh
+from fast_layers.ops.attention.blackwell_grad_parts import d_scores, decide, decided, log2_weights, store_sums, weigh
 from fast_layers.ops.attention.blackwell_tile import (
     BY_ROW,
     NATIVE,
@@ -162,7 +162,6 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
     sums_qk = gradients != "values"
     qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
     step_tile, ring, v_ring = tiles.step_tile, tiles.stages, tiles.v_stages
-    loader, multiplier = BUFFERS, BUFFERS + 1  # after the compute warpgroups
     own_heads = p.kv_heads if owns_keys else p.heads
     own_tiles = -(-(p.kv_len if owns_keys else p.q_len) // ROWS)
     bytes_per_head = (p.group * p.q_len if owns_keys else p.kv_len) * p.dtype.itemsize * (qk_dim + v_dim)
@@ -174,52 +173,53 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
     def attention_backward(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         out_refs = refs[tree.num_leaves :]
-        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         s = _Scratch(**scratch)
         logits = TileLogits(p, inputs.logits, NATIVE)
-        head, index = order.locate(block)
+        q_tile, kv_tile = (step_tile, ROWS) if owns_keys else (ROWS, step_tile)
+        mask = NativeTileMask(p, q_tile, kv_tile, inputs.mask, logits)
+
+        def take_products():
+            plgpu.set_max_registers(tiles.multiply_registers, action="decrease")
+            multiply(s, place(mask, inputs).steps)
+
+        def take_loads():
+            plgpu.set_max_registers(tiles.load_registers, action="decrease")
+            load(inputs, s, place(mask, inputs))
+
+        def take_scores(buffer: int):
+            plgpu.set_max_registers(tiles.compute_registers, action="increase")
+            block = place(mask, inputs)
+            compute(buffer, mask, logits, inputs, s, block)
+            if buffer < len(out_refs):
+                store(buffer, s, out_refs[buffer], block)
+
+        # A role each: which buffer in tensor memory is meant must be known when compiling.
+        computes = [functools.partial(take_scores, buffer) for buffer in reversed(range(BUFFERS))]
+        # One choice, since who still asks for another role after its own keeps in registers what that role needs.
+        lax.switch(BUFFERS + 1 - lax.axis_index("warpgroup"), [take_products, take_loads, *computes])
+
+    def place(mask: TileMask, inputs: Any) -> _Block:
+        """Each role asks anew, since what is known before the roles part is kept in registers for all of them."""
+        head, index = order.locate(lax.axis_index("block"))
         index = own_tiles - 1 - index if longest_last else index
         example, head = lax.div(head, own_heads), lax.rem(head, own_heads)
         if owns_keys:
-            mask = NativeTileMask(p, step_tile, ROWS, inputs.mask, logits)
-            first, last = mask.query_span(example, index, inputs.q_span)
-            per_head = last - first
-            steps = per_head * p.group
             span = None
+            first, last = mask.query_span(example, index, inputs.q_span)
+            steps = (last - first) * p.group
         else:
-            mask = NativeTileMask(p, ROWS, step_tile, inputs.mask, logits)
             span = mask.key_span(example, index)
-            first, steps = span.first, span.last - span.first
-            per_head = steps
+            first, last = span.first, span.last
+            steps = last - first
 
-        def place(step):
+        def columns(step):
             """(head, tile) of a step's columns."""
             if not owns_keys:
                 return lax.div(head, p.group), first + step
-            turn = lax.div(step, jnp.maximum(per_head, 1))
-            return head * p.group + turn, first + step - turn * per_head
+            turn = lax.div(step, jnp.maximum(last - first, 1))
+            return head * p.group + turn, first + step - turn * (last - first)
 
-        block_of = _Block(example, head, index, steps, place, span)
-
-        @pl.when(warpgroup == loader)
-        def _load():
-            plgpu.set_max_registers(tiles.load_registers, action="decrease")
-            load(inputs, s, block_of)
-
-        @pl.when(warpgroup == multiplier)
-        def _multiply():
-            plgpu.set_max_registers(tiles.multiply_registers, action="decrease")
-            multiply(s, steps)
-
-        # A role each: which buffer in tensor memory is meant must be known when compiling.
-        for buffer in range(BUFFERS):
-
-            @pl.when(warpgroup == buffer)
-            def _compute(buffer=buffer):
-                plgpu.set_max_registers(tiles.compute_registers, action="increase")
-                compute(buffer, mask, logits, inputs, s, block_of)
-                if buffer < len(out_refs):
-                    store(buffer, s, out_refs[buffer], block_of)
+        return _Block(example, head, index, steps, columns, span)
 
     def load(inputs: Any, s: _Scratch, block: _Block):
         queries, keys = (inputs.query, inputs.d_out), (inputs.key, inputs.value)
@@ -229,7 +229,7 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
             plgpu.copy_gmem_to_smem(ref.at[block.example, rows, block.head], slot, s.own_ready)
 
         def load_columns(step, _):
-            head, tile = block.place(step)
+            head, tile = block.columns(step)
             slot, v_slot, columns = lax.rem(step, ring), lax.rem(step, v_ring), pl.ds(tile * step_tile, step_tile)
             of_qk, of_v = (ref.at[block.example, columns, head] for ref in ring_refs)
 
@@ -325,7 +325,7 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
         def compute_step(i, _):
             step = i * BUFFERS + buffer
             slot = lax.rem(step, ring)
-            head, tile = block.place(step)
+            head, tile = block.columns(step)
 
             def place(c):
                 """Of a part of the scores."""
@@ -341,6 +341,17 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
                 x = plgpu.load(slots.at[slot, c], layout=NATIVE.reduce(0), optimized=False)
                 return lax.broadcast_in_dim(x, (ROWS, c.size), [1])
 
+            def keep(c, at):
+                if not p.dropout_rate:
+                    return None
+                if not owns_keys:
+                    return logits.keep(shape=(ROWS, c.size), **at)
+                return decided(decisions, step_tile, c.start, c.size)
+
+            decisions = None
+            if owns_keys and p.dropout_rate:
+                # Before there are scores, beside which there are few registers, and while the tensor core makes them.
+                decisions = decide(logits, step_tile, **place(pl.ds(0, step_tile)))
             if owns_keys:
                 plgpu.barrier_wait(s.qk_ready.at[slot])
             plgpu.barrier_wait(s.scores_ready.at[buffer])
@@ -357,7 +368,7 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
                 if ragged is not None:
                     # Part by part, since all scores of a tile, hidden and not, would take too many registers.
                     x = lax.cond(ragged, functools.partial(hide, at=at), lambda x: x, x)
-                kept, factor = weigh(x, d_cap, logits.keep(shape=x.shape, **at) if p.dropout_rate else None)
+                kept, factor = weigh(x, d_cap, keep(c, at))
                 if sums_v:
                     plgpu.async_store_tmem(weights_ref.at[:, c], kept.astype(p.dtype))
                 factors.append(factor)
@@ -435,7 +446,7 @@ class _Block(NamedTuple):
     head: Any
     index: Any
     steps: Any
-    place: Any
+    columns: Any
     span: Any
 
 

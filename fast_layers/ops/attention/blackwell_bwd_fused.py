@@ -46,11 +46,11 @@ from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention.blackwell_bwd import Operands
 from fast_layers.ops.attention.blackwell_config import DQ_SLOTS, BlackwellBackwardTiles
-from fast_layers.ops.attention.blackwell_grad_parts import d_scores, log2_weights, store_sums, weigh
+from fast_layers.ops.attention.blackwell_grad_parts import d_scores, decide, decided, log2_weights, store_sums, weigh
 from fast_layers.ops.attention.blackwell_tile import BY_COLUMN, ROWS, STAGED, column_slices
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
-from fast_layers.ops.attention.tile_mask import TileMask
+from fast_layers.ops.attention.tile_mask import Rows, TileMask
 
 COMPUTE_WGS = 2
 SHARE = ROWS // COMPUTE_WGS
@@ -60,6 +60,11 @@ SHARE = ROWS // COMPUTE_WGS
 class StagedTileMask(TileMask):
     layout = STAGED
 
+    def _in_range(self, rows: Rows | None, q_start: Any, k_start: Any, shape: Any, q_axis: int) -> list[Any]:
+        if rows is None:
+            return self._in_band_by_parts(q_start, k_start, shape)
+        return super()._in_range(rows, q_start, k_start, shape, q_axis)
+
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -68,7 +73,6 @@ def _launch(tiles: BlackwellBackwardTiles, p: Problem, operands: Operands):
     _, q_rows, _, qk_dim = operands.query.shape
     _, kv_rows, _, v_dim = operands.value.shape
     ring, v_ring = tiles.stages, tiles.v_stages
-    carrier, multiplier = COMPUTE_WGS, COMPUTE_WGS + 1  # after the compute warpgroups
     kv_tiles = -(-p.kv_len // ROWS)
     bytes_per_head = p.group * p.q_len * (p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
     order = TileOrder.of(p.batch * p.kv_heads, kv_tiles, 1, bytes_per_head)
@@ -80,37 +84,39 @@ def _launch(tiles: BlackwellBackwardTiles, p: Problem, operands: Operands):
     def attention_backward(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         d_query_ref, *out_refs = refs[tree.num_leaves :]
-        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         s = _Scratch(**scratch)
         logits = TileLogits(p, inputs.logits, STAGED)
         mask = StagedTileMask(p, ROWS, ROWS, inputs.mask, logits)
-        head, index = order.locate(block)
-        example, kv_head = lax.div(head, p.kv_heads), lax.rem(head, p.kv_heads)
-        first, last = mask.query_span(example, index, inputs.q_span)
-        piece = _Piece(example, kv_head, index, first, last - first, p.group)
 
-        @pl.when(warpgroup == carrier)
-        def _carry():
-            plgpu.set_max_registers(tiles.load_registers, action="decrease")
-            carry(inputs, s, d_query_ref, piece)
-
-        @pl.when(warpgroup == multiplier)
-        def _multiply():
+        def take_products():
             plgpu.set_max_registers(tiles.multiply_registers, action="decrease")
-            multiply(s, piece.steps)
+            multiply(s, place(mask, inputs).steps)
+
+        def take_copies():
+            plgpu.set_max_registers(tiles.load_registers, action="decrease")
+            carry(inputs, s, d_query_ref, place(mask, inputs))
+
+        def take_scores(share: int):
+            plgpu.set_max_registers(tiles.compute_registers, action="increase")
+            piece = place(mask, inputs)
+            compute(share, mask, logits, s, piece)
+            of_qk, of_v = (s.d_key, s.own_k, p.scale), (s.d_value, s.own_v, 1.0 / (1.0 - p.dropout_rate))
+            sums, slot, factor = (of_qk, of_v)[share]
+            plgpu.barrier_wait(s.sums_ready)
+            to = out_refs[share].at[piece.example, pl.ds(piece.index * ROWS, ROWS), piece.kv_head]
+            store_sums(sums, piece.steps > 0, factor, slot, to)
 
         # A role each: which columns of tensor memory are meant must be known when compiling.
-        for share in range(COMPUTE_WGS):
+        computes = [functools.partial(take_scores, share) for share in reversed(range(COMPUTE_WGS))]
+        # One choice, since who still asks for another role after its own keeps in registers what that role needs.
+        lax.switch(COMPUTE_WGS + 1 - lax.axis_index("warpgroup"), [take_products, take_copies, *computes])
 
-            @pl.when(warpgroup == share)
-            def _compute(share=share):
-                plgpu.set_max_registers(tiles.compute_registers, action="increase")
-                compute(share, mask, logits, s, piece)
-                of_qk, of_v = (s.d_key, s.own_k, p.scale), (s.d_value, s.own_v, 1.0 / (1.0 - p.dropout_rate))
-                sums, slot, factor = (of_qk, of_v)[share]
-                plgpu.barrier_wait(s.sums_ready)
-                to = out_refs[share].at[example, pl.ds(index * ROWS, ROWS), kv_head]
-                store_sums(sums, piece.steps > 0, factor, slot, to)
+    def place(mask: StagedTileMask, inputs: Any) -> _Piece:
+        """Each role asks anew, since what is known before the roles part is kept in registers for all of them."""
+        head, index = order.locate(lax.axis_index("block"))
+        example, kv_head = lax.div(head, p.kv_heads), lax.rem(head, p.kv_heads)
+        first, last = mask.query_span(example, index, inputs.q_span)
+        return _Piece(example, kv_head, index, first, last - first, p.group)
 
     def carry(inputs: Any, s: _Scratch, d_query_ref, piece: _Piece):
         example, steps = piece.example, piece.steps
@@ -244,6 +250,8 @@ def _launch(tiles: BlackwellBackwardTiles, p: Problem, operands: Operands):
                 x = plgpu.load(slots.at[slot, c], layout=BY_COLUMN, optimized=False)
                 return lax.broadcast_in_dim(x, (ROWS, c.size), [1])
 
+            # Before there are scores, beside which there are few registers, and while the tensor core makes them.
+            decisions = decide(logits, SHARE, **place(own[0])) if p.dropout_rate else None
             plgpu.barrier_wait(s.q_ready.at[slot])
             plgpu.barrier_wait(s.scores_ready)
             scores = [plgpu.async_load_tmem(s.scores.at[:, c], layout=STAGED) for c in own]
@@ -262,7 +270,7 @@ def _launch(tiles: BlackwellBackwardTiles, p: Problem, operands: Operands):
 
                     # Part by part, since all scores of a tile, hidden and not, would take too many registers.
                     x = lax.cond(ragged, hide, lambda x: x, x)
-                keep = logits.keep(shape=x.shape, **at) if p.dropout_rate else None
+                keep = decided(decisions, SHARE, c.start - own[0].start, c.size) if p.dropout_rate else None
                 kept, factor = weigh(x, d_cap, keep)
                 if part == 0:
                     plgpu.barrier_wait(s.scores_read)  # the weights of one take columns of the other's scores

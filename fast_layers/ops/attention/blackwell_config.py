@@ -218,8 +218,8 @@ class BlackwellBackwardTiles:
     @property
     def load_registers(self) -> int:
         """In the fused kernel this warpgroup adds up dQ too."""
-        return 80 if self.fused else 64
+        return 80 if self.fused else 72
 
     @property
     def multiply_registers(self) -> int:
-        return 64
+        return 64 if self.fused else 56

@@ -8,13 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import swizzled_columns
-from fast_layers.ops.attention.blackwell_tile import STAGED, column_slices
+from fast_layers.ops.attention.blackwell_tile import ROWS, STAGED, column_slices
 from fast_layers.ops.attention.problem import Problem
+from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import tanh
+
+_DECIDED = 8
+"""Columns whose keep decisions are made together where rows are keys. The rest of the tile comes in a loop: there each
+score has a Philox call of its own, whose code would fill most of the kernel."""
 
 
 def log2_weights(p: Problem, product: Any, bias: Any, lse_log2: Any) -> tuple[Any, Any]:
@@ -28,6 +34,23 @@ def log2_weights(p: Problem, product: Any, bias: Any, lse_log2: Any) -> tuple[An
     if bias is not None:
         scores += bias * LOG2_E
     return scores - lse_log2, d_cap
+
+
+def decide(logits: TileLogits, columns: int, *, q_start: Any, **at: Any) -> Any:
+    """Keep decisions of [128 keys, `columns` queries] as bits of [128, 8] int32, those of the last columns lowest."""
+
+    def decide_next(i, bits):
+        keep = logits.keep(shape=(ROWS, _DECIDED), q_start=q_start + i * _DECIDED, **at)
+        return 2 * bits + jnp.where(keep, 1, 0)
+
+    none = plgpu.layout_cast(jnp.zeros((ROWS, _DECIDED), jnp.int32), logits.layout)
+    return lax.fori_loop(0, columns // _DECIDED, decide_next, none)
+
+
+def decided(bits: Any, columns: int, start: int, size: int) -> Any:
+    """What `decide` found for `size` columns from `start` on."""
+    places = [(columns - at) // _DECIDED - 1 for at in range(start, start + size, _DECIDED)]
+    return jnp.concatenate([(bits & (1 << place)) != 0 for place in places], axis=1)
 
 
 def weigh(score_log2: Any, d_cap: Any, keep: Any) -> tuple[Any, Any]:
