@@ -18,7 +18,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.arch import Arch
 from fast_layers.dispatch import Backend
-from fast_layers.ops.attention import forward_parts, hopper_bias_grad, hopper_bwd, hopper_call, hopper_fwd
+from fast_layers.ops.attention import (
+    forward_parts,
+    hopper_bias_grad,
+    hopper_bwd,
+    hopper_bwd_deep,
+    hopper_call,
+    hopper_fwd,
+)
 from fast_layers.testing import ParityTable, Simulation, check_parity, simulate
 from fast_layers.testing.parity import Case
 
@@ -80,6 +87,7 @@ def patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
         for module in (hopper_fwd, hopper_bwd, hopper_bias_grad):
             # Without its jit, which would give back what was traced before.
             patch.setattr(module, "_launch", module._launch.__wrapped__)
+        patch.setattr(hopper_bwd_deep, "launch", hopper_bwd_deep.launch.__wrapped__)
         for target, name, value in patches:
             patch.setattr(target, name, value)
         yield

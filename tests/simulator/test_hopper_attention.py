@@ -15,7 +15,16 @@ from selection import some_each_run
 
 import fast_layers
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
-from fast_layers.ops.attention import api, hopper_bwd, hopper_call, hopper_fwd, reference, tile_mask, xla
+from fast_layers.ops.attention import (
+    api,
+    hopper_bwd,
+    hopper_bwd_deep,
+    hopper_call,
+    hopper_fwd,
+    reference,
+    tile_mask,
+    xla,
+)
 from fast_layers.ops.attention.config import HopperBackwardTiles, HopperForwardTiles
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import simulate
@@ -327,6 +336,35 @@ BACKWARD_FAULTS = {
     "dK and dV not awaited": (BACKWARD_CASE, StandIn("read wait_smem_to_gmem #3"), ""),
 }
 
+# Six steps: two rounds of every ring.
+DEEP_CASE = Case(batch=1, q_len=384, kv_len=64, heads=1, kv_heads=1, qk_dim=192, v_dim=64)
+MASKED_DEEP = dataclasses.replace(
+    DEEP_CASE, q_len=256, kv_len=128, key_lengths=(100,), query_lengths=(220,), poisoned_padding=True
+)
+
+DEEP_FAULTS = {
+    "keys and values not awaited": (DEEP_CASE, StandIn("barrier_wait kv_ready"), "read of SMEM"),
+    "queries not awaited": (DEEP_CASE, StandIn("barrier_wait q_ready"), "read of SMEM"),
+    "d_out not awaited": (DEEP_CASE, StandIn("barrier_wait d_out_ready"), "read of SMEM"),
+    "P not awaited": (DEEP_CASE, StandIn("barrier_wait weights_ready"), "SMEM"),
+    "dS not awaited": (DEEP_CASE, StandIn("barrier_wait scores_ready"), "SMEM"),
+    "dS overwritten": (DEEP_CASE, StandIn("barrier_wait scores_consumed"), "write of SMEM"),
+    "keys and values overwritten": (DEEP_CASE, StandIn("barrier_wait products_done"), "write of SMEM"),
+    # In the text: each panel of dQ; [finite keys,] P, the next P, dV; [finite values,] dS, the next dS, dK.
+    "dQ not committed": (DEEP_CASE, StandIn("commit_smem #2"), "write of SMEM"),
+    "dV not committed": (DEEP_CASE, StandIn("commit_smem #6"), "write of SMEM"),
+    "first dS not committed": (DEEP_CASE, StandIn("commit_smem #7"), "write of SMEM"),
+    "dS not committed": (DEEP_CASE, StandIn("commit_smem #8"), "write of SMEM"),
+    "dK not committed": (DEEP_CASE, StandIn("commit_smem #9"), "write of SMEM"),
+    "finite keys not committed": (MASKED_DEEP, StandIn("commit_smem #4"), "write of SMEM"),
+    "dQ's slot overwritten": (DEEP_CASE, StandIn("read wait_smem_to_gmem"), "write of SMEM"),
+    "dQ read in flight": (DEEP_CASE, StandIn("wgmma_accumulator_load #3"), "accumulator"),
+    "scores read in flight": (DEEP_CASE, StandIn("wgmma_accumulator_load #5"), "accumulator"),
+    "d_weights read in flight": (DEEP_CASE, StandIn("wgmma_accumulator_load #7"), "accumulator"),
+    "d_out overwritten in flight": (DEEP_CASE, StandIn("wgmma_wait #1"), "SMEM"),
+    "queries overwritten in flight": (DEEP_CASE, StandIn("wgmma_wait #2"), "SMEM"),
+}
+
 # One fault of each kind: a load that is not awaited, a slot written too soon, freed too soon, an accumulator in flight,
 # a missing commit, an exchange that is not awaited, a store that is not.
 FORWARD_EACH_RUN = {
@@ -347,6 +385,7 @@ BACKWARD_EACH_RUN = {
     "queries freed in flight",
     "dK and dV not awaited",
 }
+DEEP_EACH_RUN = {"dS not awaited", "dS overwritten"}
 
 
 def _run(module, case, stand_in):
@@ -365,6 +404,8 @@ def _run(module, case, stand_in):
         pytest.param(hopper_bwd, BACKWARD_CASE, id="backward"),
         pytest.param(hopper_bwd, MASKED_BACKWARD, id="backward masked"),
         pytest.param(hopper_bwd, COLUMNS, id="columns", marks=pytest.mark.exhaustive),
+        pytest.param(hopper_bwd_deep, DEEP_CASE, id="deep", marks=pytest.mark.exhaustive),
+        pytest.param(hopper_bwd_deep, MASKED_DEEP, id="deep masked", marks=pytest.mark.exhaustive),
     ],
 )
 def test_without_a_fault_nothing_is_found(module, case):
@@ -394,6 +435,11 @@ def test_planted_fault_of_the_forward_is_found(fault):
 @pytest.mark.parametrize("fault", some_each_run(BACKWARD_FAULTS, BACKWARD_EACH_RUN))
 def test_planted_fault_of_the_backward_is_found(fault):
     _found(hopper_bwd, fault, BACKWARD_FAULTS)
+
+
+@pytest.mark.parametrize("fault", some_each_run(DEEP_FAULTS, DEEP_EACH_RUN))
+def test_planted_fault_of_the_deep_backward_is_found(fault):
+    _found(hopper_bwd_deep, fault, DEEP_FAULTS)
 
 
 def _off_by_one(init):

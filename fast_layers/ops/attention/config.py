@@ -247,39 +247,29 @@ class HopperBackwardTiles:
 class HopperDeepBackwardTiles:
     """The shape of the backward kernel for depths over 128: tiles of 64 queries and 64 keys.
 
-    `q_slots` and `d_out_slots` tiles of queries and of output gradients; `d_query_slots` panels of dQ for each of the
-    two warpgroups; `exact_weights`: whether the weights go from one to the other in float32.
+    `d_query_slots` parts of dQ, of 32 columns, are on their way to the GPU's memory; two are written together.
     """
 
     q_tile = kv_tile = 64
     depth_multiple = 64
-    """Of the query's depth: the two warpgroups share dQ by panels of 64 columns."""
+    """Of the query's depth: dQ is made by panels of 64 columns."""
+    columns = 32
 
-    q_slots: int = 2
-    d_out_slots: int = 1
-    d_query_slots: int = 1
-    exact_weights: bool = False
+    d_query_slots: int = 3
 
     def __post_init__(self):
-        for name in ("q_slots", "d_out_slots", "d_query_slots"):
-            if getattr(self, name) not in (1, 2):
-                raise ValueError(f"{name}={getattr(self, name)} must be 1 or 2")
-
-    def weights_dtype(self, problem: Problem):
-        return "float32" if self.exact_weights else problem.dtype
+        if self.d_query_slots not in (2, 3, 4):
+            raise ValueError(f"{self.d_query_slots=} must be 2, 3 or 4")
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
-        """Of 16-bit tiles; barriers and row vectors take less than the last 2 KiB."""
-        qk_dim = -(-qk_dim // self.depth_multiple) * self.depth_multiple
-        tiles = 2 * 64 * ((1 + self.q_slots) * qk_dim + (1 + self.d_out_slots) * v_dim)
-        weights = (4 if self.exact_weights else 2) + 2
-        return tiles + 64 * 64 * weights + 2 * self.d_query_slots * 4 * 64 * 64 + (2 << 10)
+        """Of 16-bit tiles, and of dQ's in 32 bits; row vectors take 2 KiB, barriers less than the last."""
+        qk_dim, v_dim = -(-qk_dim // self.depth_multiple) * self.depth_multiple, -(-v_dim // 16) * 16
+        inputs = 2 * (self.kv_tile + 2 * self.q_tile) * (qk_dim + v_dim)
+        exchange = 2 * self.q_tile * self.kv_tile
+        return inputs + exchange + self.d_query_slots * 4 * self.q_tile * self.columns + (3 << 10)
 
     @classmethod
     def of(cls, problem: Problem) -> HopperDeepBackwardTiles:
-        """The most that fits; depth 256 comes to the last."""
-        return next(
-            tiles
-            for tiles in (cls(2, 2, 2), cls(2, 2, 1), cls(2, 1, 1))
-            if tiles.smem_bytes(problem.qk_dim, problem.v_dim) <= HOPPER_SMEM_BYTES
-        )
+        """The most that fits."""
+        p = problem
+        return next(t for t in (cls(4), cls(3)) if t.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES)

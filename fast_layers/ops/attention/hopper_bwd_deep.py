@@ -2,19 +2,25 @@
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth.
 
-A block owns 64 keys of one key/value head: dK and dV of more would not fit in its registers. Each compute warpgroup
-keeps one of the two, and makes the scores or their gradients, which it hands to the other through shared memory:
+A block owns 64 keys of one key/value head: dK and dV of more would not fit in its registers. Of its three warpgroups
+one keeps dV, one dK, and one sends dQ away; P and dS go from one to the next through one tile of shared memory:
 
-    load warpgroup                    value warpgroup                       key warpgroup
-    --------------                    ---------------                       -------------
-    K, V once -> kv_ready             dV += P dO, this step                 d_weights = V dO^T
-    Q, lse    -> q_ready              scores = K Q^T, next step             P from weights_ready
-    dO, delta, units -> d_out_ready   dQ += dS^T K, from scores_ready       dS = P * (d_weights - delta)
-                                      P = 2^(scores - lse), next step       dK += dS Q; dQ += dS^T K, its panels
+    value warpgroup                      key warpgroup                        query warpgroup
+    ---------------                      -------------                        ---------------
+    scores = K Q^T, next step            dK += dS Q                           dQ = dS^T K, from scores_ready, by panels
+    dV += P dO, P in registers           d_weights = V dO^T, next step        adds them to the sum in memory
+    P = 2^(scores - lse), next step      dS = P * (d_weights - delta),
+    -> weights_ready                     next step, from weights_ready
+                                         -> scores_ready
 
-The value warpgroup is one step ahead with its scores, so that products are in flight while it waits for dS and while
-it exponentiates. dQ is shared by column panels. P of the next step may be written once dS of this one is there, since
-that was made from P; dS of the next step once scores_consumed says that the value warpgroup is through with it.
+The scores and their gradients are a step ahead of the other products, so that the tensor cores have work while
+exponentials and dS are made. dS takes the place of the P that it was made from; the next P is written when dQ and dK
+have used dS: scores_consumed.
+
+There is no load warpgroup: with four, ptxas has 128 registers for a product of 256 columns and refuses. A slot is
+refilled by whoever reads it last: queries by the key warpgroup after dK, output gradients by the value warpgroup after
+dV, when dS of the step has been used, and so d_weights too. Readers of delta and units may be a step behind: these have
+a slot more.
 
 Blocks add their dQ to one array by TMA, of integers or floats as in hopper_bwd, and for the same reasons.
 
@@ -51,8 +57,14 @@ from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, TileMask
 
-VALUE_WG, KEY_WG, LOAD_WG = range(3)
-COMPUTE_WGS = 2
+VALUE_WG, KEY_WG, QUERY_WG = range(3)
+REGISTERS = {VALUE_WG: 208, KEY_WG: 200, QUERY_WG: 96}
+"""Of each thread: together what three warpgroups are launched with, 168 each."""
+PANEL = 64
+"""Columns of dQ in one product."""
+_SLOTS = 2
+_LSE, _DELTA, _UNITS = range(2), range(2, 5), range(5, 8)
+"""Slots in the array of row vectors, of 2 KiB in all."""
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
@@ -61,11 +73,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     """(d_query without the scale, as `as_summed` has it, d_key, d_value), padded as the operands are."""
     _, q_rows, _, qk_dim = operands.query.shape
     _, kv_rows, _, v_dim = operands.value.shape
-    q_tile, kv_tile, panel = tiles.q_tile, tiles.kv_tile, tiles.depth_multiple
-    starts = range(0, qk_dim, panel)
-    mine = -(-len(starts) // COMPUTE_WGS)
-    # The key warpgroup also reads P and writes dS: it takes the smaller part.
-    panels = {VALUE_WG: starts[:mine], KEY_WG: starts[mine:]}
+    q_tile, kv_tile, columns = tiles.q_tile, tiles.kv_tile, tiles.columns
     bytes_per_head = p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
     order = piece_order(p, -(-p.kv_len // kv_tile), bytes_per_head)
     tree = jax.tree.structure(operands)
@@ -73,157 +81,114 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     def attention_backward_deep(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         d_query_ref, d_key_ref, d_value_ref = refs[tree.num_leaves :]
-        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        warpgroup = lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, q_tile, kv_tile, inputs.mask, logits)
-        s = _Scratch(**{"units_slots": None, **scratch})
-        head, kv_index = order.locate(block)
+        s = _Scratch(**scratch)
+        head, kv_index = order.locate(lax.axis_index("block"))
         example, kv_head = lax.div(head, p.kv_heads), lax.rem(head, p.kv_heads)
-        k_start = kv_index * kv_tile
-        first, last = mask.query_span(example, kv_index, inputs.q_span)
-        per_head = last - first
-        steps = per_head * p.group
+        block = _Block(p, example, kv_head, kv_index * kv_tile, *mask.query_span(example, kv_index, inputs.q_span))
 
-        def place(step):
-            """(query head, query tile) of a step."""
-            turn = lax.div(step, jnp.maximum(per_head, 1))
-            return kv_head * p.group + turn, first + step - turn * per_head
-
-        def load_units(slot):
-            return plgpu.load(s.units_slots.at[slot], layout=BY_ROW, optimized=False) if p.reproducible else None
-
-        def add_to_d_query(step, d_query, units, wg, index):
-            """Adds the `index`-th of a warpgroup's panels of dQ, through shared memory."""
-            own = panels[wg]
-            slots = min(tiles.d_query_slots, len(own))
-            slot = s.d_query_slots.at[wg, index % slots]
-            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-            slot[...] = as_summed(d_query, units)
+        def store(parts, slot, to):
+            """Into a slot that no warpgroup's products read any more, and from there to the GPU's memory."""
+            plgpu.barrier_arrive(s.products_done)
+            plgpu.barrier_wait(s.products_done)
+            slot[...] = parts.astype(p.dtype)
             plgpu.commit_smem()
-            head, q_index = place(step)
-            to = d_query_ref.at[example, pl.ds(q_index * q_tile, q_tile), head, pl.ds(own[index], panel)]
-            plgpu.copy_smem_to_gmem(slot, to, reduction_op="add")
+            plgpu.copy_smem_to_gmem(slot, to.at[example, pl.ds(block.k_start, kv_tile), kv_head])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def opaque_zero(step):
-            """0, which the compiler cannot tell: else it keeps every address of K in a register throughout the loop."""
-            return (step * (step + 1)) & 1
-
-        def d_query_product(acc, step, wg, index):
-            plgpu.wgmma(
-                acc,
-                s.d_scores.T,
-                s.k_slot.at[opaque_zero(step), :, panels[wg][index] : panels[wg][index] + panel],
-            )
-
-        @pl.when(warpgroup == LOAD_WG)
-        def _load():
-            plgpu.set_max_registers(24, action="decrease")
-            load(inputs, s, example, kv_head, k_start, steps, place)
+        @pl.when(warpgroup == QUERY_WG)
+        def _queries():
+            plgpu.set_max_registers(REGISTERS[QUERY_WG], action="decrease")
+            load_first(inputs, s, block)
+            add_d_query(d_query_ref, s, block)
+            plgpu.barrier_arrive(s.products_done)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(warpgroup == VALUE_WG)
         def _values():
-            plgpu.set_max_registers(240, action="increase")
-            d_value = d_value_of(
-                s,
-                mask,
-                logits,
-                example,
-                k_start,
-                steps,
-                place,
-                load_units,
-                add_to_d_query,
-                d_query_product,
-                opaque_zero,
-            )
-            if p.dropout_rate:
-                d_value = d_value * logits.survived
-            # dS of the last step was there, so V's slot is no longer read.
-            s.v_slot[...] = d_value.astype(p.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(s.v_slot, d_value_ref.at[example, pl.ds(k_start, kv_tile), kv_head])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.set_max_registers(REGISTERS[VALUE_WG], action="increase")
+            d_value = d_value_of(inputs, s, mask, logits, block)
+            store(d_value * logits.survived if p.dropout_rate else d_value, s.v_slot, d_value_ref)
 
         @pl.when(warpgroup == KEY_WG)
         def _keys():
-            plgpu.set_max_registers(240, action="increase")
-            d_key = d_key_of(s, mask, logits, steps, load_units, add_to_d_query, d_query_product, opaque_zero)
-            plgpu.barrier_wait(s.scores_consumed)  # K's slot is free once both have used it for dQ
-            s.k_slot[0] = (d_key * p.scale).astype(p.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(s.k_slot.at[0], d_key_ref.at[example, pl.ds(k_start, kv_tile), kv_head])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.set_max_registers(REGISTERS[KEY_WG], action="increase")
+            store(d_key_of(inputs, s, logits, block) * p.scale, s.k_slot.at[0], d_key_ref)
 
-    def load(inputs: Any, s: _Scratch, example, kv_head, k_start, steps, place):
-        keys = pl.ds(k_start, kv_tile)
-        plgpu.copy_gmem_to_smem(inputs.key.at[example, keys, kv_head], s.k_slot.at[0], s.kv_ready)
-        plgpu.copy_gmem_to_smem(inputs.value.at[example, keys, kv_head], s.v_slot, s.kv_ready)
+    def load_query(inputs: Any, s: _Scratch, block: _Block, step):
+        head, rows = block.place(step)
+        slot, exists = lax.rem(step, _SLOTS), step < block.steps
+        copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=s.q_ready.at[slot], predicate=exists)
+        copy(inputs.query.at[block.example, rows, head], s.q_slots.at[slot])
+        copy(inputs.lse.at[block.example, head, rows], row_slot(s, _LSE, step))
+        if inputs.units is not None:
+            copy(inputs.units.at[block.example, head, rows], row_slot(s, _UNITS, step))
 
-        def load_queries(step, _):
-            head, q_index = place(step)
-            rows = pl.ds(q_index * q_tile, q_tile)
-            by_row = [(inputs.lse, s.lse_slots)], [(inputs.delta, s.delta_slots)]
-            if inputs.units is not None:
-                by_row[1].append((inputs.units, s.units_slots))
-            for source, slots, row_vectors, ready, consumed, ring in (
-                (inputs.query, s.q_slots, by_row[0], s.q_ready, s.q_consumed, tiles.q_slots),
-                (inputs.d_out, s.d_out_slots, by_row[1], s.d_out_ready, s.d_out_consumed, tiles.d_out_slots),
-            ):
-                slot = lax.rem(step, ring)
+    def load_d_out(inputs: Any, s: _Scratch, block: _Block, step):
+        head, rows = block.place(step)
+        slot, exists = lax.rem(step, _SLOTS), step < block.steps
+        copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=s.d_out_ready.at[slot], predicate=exists)
+        copy(inputs.d_out.at[block.example, rows, head], s.d_out_slots.at[slot])
+        copy(inputs.delta.at[block.example, head, rows], row_slot(s, _DELTA, step))
 
-                @pl.when(step >= ring)
-                def _wait(consumed=consumed, slot=slot):
-                    plgpu.barrier_wait(consumed.at[slot])
+    def row_slot(s: _Scratch, which: range, step):
+        return s.row_slots.at[which.start + lax.rem(step, len(which))]
 
-                plgpu.copy_gmem_to_smem(source.at[example, rows, head], slots.at[slot], ready.at[slot])
-                for row_source, row_slots in row_vectors:
-                    plgpu.copy_gmem_to_smem(row_source.at[example, head, rows], row_slots.at[slot], ready.at[slot])
+    def load_first(inputs: Any, s: _Scratch, block: _Block):
+        keys = pl.ds(block.k_start, kv_tile)
+        plgpu.copy_gmem_to_smem(inputs.key.at[block.example, keys, block.kv_head], s.k_slot.at[0], s.kv_ready)
+        load_query(inputs, s, block, jnp.int32(0))
+        plgpu.copy_gmem_to_smem(inputs.value.at[block.example, keys, block.kv_head], s.v_slot, s.kv_ready)
+        load_d_out(inputs, s, block, jnp.int32(0))
+        for step in range(1, _SLOTS):
+            load_query(inputs, s, block, jnp.int32(step))
+            load_d_out(inputs, s, block, jnp.int32(step))
 
-        lax.fori_loop(0, steps, load_queries, None)
+    def wait_for(ready, block: _Block, step):
+        @pl.when(step < block.steps)
+        def _wait():
+            plgpu.barrier_wait(ready.at[lax.rem(step, _SLOTS)])
 
-    def d_value_of(
-        s: _Scratch,
-        mask: TileMask,
-        logits: TileLogits,
-        example,
-        k_start,
-        steps,
-        place,
-        load_units,
-        add_to_d_query,
-        d_query_product,
-        opaque_zero,
-    ):
-        """What the value warpgroup does."""
-        own = len(panels[VALUE_WG])
+    def wait_for_keys(inputs: Any, s: _Scratch, block: _Block, tile):
+        """A weight of 0 times NaN is NaN, so K or V is mended where something is broken and may be hidden.
+
+        The others see it done when weights_ready says that the first P is there.
+        """
+        broken = None if inputs.broken_keys is None else inputs.broken_keys[block.example, block.kv_head] != 0
         plgpu.barrier_wait(s.kv_ready)
-        if mask.hides:
+        if broken is None:
+            return
 
-            @pl.when(steps > 0)
-            def _mend():
-                # The key warpgroup sees it done when weights_ready says that the first P is there.
-                make_finite(s.k_slot.at[0])
-                plgpu.commit_smem()
+        @pl.when(broken)
+        def _mend():
+            make_finite(tile)
+            plgpu.commit_smem()
+
+    def d_value_of(inputs: Any, s: _Scratch, mask: TileMask, logits: TileLogits, block: _Block):
+        """What the value warpgroup does."""
+        wait_for_keys(inputs, s, block, s.k_slot.at[0])
 
         def score_product(acc, step):
-            slot = lax.rem(step, tiles.q_slots)
+            wait_for(s.q_ready, block, step)
+            plgpu.wgmma(acc, s.k_slot.at[opaque_zero(step)], s.q_slots.at[lax.rem(step, _SLOTS)].T)
 
-            @pl.when(step < steps)
-            def _wait_q():
-                plgpu.barrier_wait(s.q_ready.at[slot])
-
-            plgpu.wgmma(acc, s.k_slot.at[opaque_zero(step)], s.q_slots.at[slot].T)
-
-        def weights_of(scores, step):
-            """P as it is kept; for the key warpgroup P is written too, times the soft cap's derivative.
-
-            What is written is negative where it is dropped.
-            """
+        def tile_of(step):
+            """(where the step's scores stand, whether some are hidden)."""
             # Past the last step, which a block that no query sees has none of, the tile may not exist.
-            head, q_index = place(step)
-            head, q_index = jnp.minimum(head, p.heads - 1), jnp.minimum(q_index, (p.q_len - 1) // q_tile)
-            at = {"example": example, "head": head, "q_start": q_index * q_tile, "k_start": k_start, "q_axis": 1}
-            lse = by_query(plgpu.load(s.lse_slots.at[lax.rem(step, tiles.q_slots)], layout=BY_QUERY))
+            head, rows = block.place(step)
+            head, q_index = jnp.minimum(head, p.heads - 1), jnp.minimum(lax.div(rows.start, q_tile), last_tile)
+            at = {"example": block.example, "head": head, "q_start": q_index * q_tile, "k_start": block.k_start}
+            if not mask.hides:
+                return at, None
+            ragged = mask.ragged_for_keys(block.example, q_index, block.k_start, kv_tile)
+            return at, ragged & (step < block.steps)
+
+        def weights_of(scores, step, at, ragged):
+            """(P, what the key warpgroup gets: P times the soft cap's derivative, negative where it is dropped)."""
+            at = {**at, "q_axis": 1}
+            lse = by_query(plgpu.load(row_slot(s, _LSE, step), layout=BY_QUERY))
             to_log2, d_cap = p.scale * LOG2_E, None
             if p.softcap is not None:
                 squashed = tanh(scores * (p.scale / p.softcap))
@@ -237,9 +202,8 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             if mask.hides:
 
                 def hide(scores):
-                    return mask.hide(scores, mask.rows(example, q_index * q_tile, q_tile, 1), **at)
+                    return mask.hide(scores, mask.rows(block.example, at["q_start"], q_tile, 1), **at)
 
-                ragged = mask.ragged_for_keys(example, q_index, k_start, kv_tile) & (step < steps)
                 scores = lax.cond(ragged, hide, lambda x: x, scores)
             weights = jnp.exp2(scores * to_log2)
             handed_over = weights if d_cap is None else weights * d_cap
@@ -247,169 +211,168 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                 keep = logits.keep(shape=scores.shape, **at)
                 handed_over = jnp.where(keep, handed_over, -handed_over)
                 weights = jnp.where(keep, weights, 0.0)
-            s.weights[...] = handed_over.astype(s.weights.dtype)
+            return weights.astype(p.dtype), handed_over.astype(p.dtype)
+
+        def hand_over(weights):
+            s.exchange[...] = weights
             plgpu.commit_smem()
-
-            @pl.when(step < steps)
-            def _written():
-                plgpu.barrier_arrive(s.weights_ready)
-
-            return weights.astype(p.dtype)
+            plgpu.barrier_arrive(s.weights_ready)
 
         def over_queries(d_value):
             def first_weights(acc):
-                score_product(acc, 0)
-                return weights_of(plgpu.wgmma_accumulator_load(acc, wait_n=0), 0)
+                tile = tile_of(jnp.int32(0))
+                score_product(acc, jnp.int32(0))
+                weights, handed_over = weights_of(plgpu.wgmma_accumulator_load(acc, wait_n=0), jnp.int32(0), *tile)
+                hand_over(handed_over)
+                return weights
 
             def step(i, weights):
-                slot = lax.rem(i, tiles.d_out_slots)
+                slot = lax.rem(i, _SLOTS)
+                tile = tile_of(i + 1)  # before the products, which hide how long memory takes to answer
                 plgpu.barrier_wait(s.d_out_ready.at[slot])
-                units = load_units(slot)
-                plgpu.commit_smem()  # what was read here is refilled by TMA
 
-                def value_and_next_scores(score_acc, d_query_acc):
+                def next_weights(acc):
+                    score_product(acc, i + 1)  # after the last step, of an old query: nobody uses them
                     plgpu.wgmma(d_value, weights, s.d_out_slots.at[slot])
-                    score_product(score_acc, i + 1)  # after the last step, of an old query: nobody reads it
-                    plgpu.wgmma_wait(1)
-                    plgpu.barrier_arrive(s.d_out_consumed.at[slot])
-                    plgpu.barrier_wait(s.scores_ready)
-                    d_query_product(d_query_acc, i, VALUE_WG, 0)
-                    scores = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)
-                    next_weights = weights_of(scores, i + 1)
-                    return next_weights, plgpu.wgmma_accumulator_load(d_query_acc, wait_n=0)
+                    return weights_of(plgpu.wgmma_accumulator_load(acc, wait_n=1), i + 1, *tile)
 
-                next_weights, d_query = pl.run_scoped(value_and_next_scores, *_accumulators(q_tile, panel))
-                for index in range(own):
-                    if index + 1 < own:
+                weights, handed_over = pl.run_scoped(next_weights, score_accumulator)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_wait(s.scores_consumed)
+                load_d_out(inputs, s, block, i + _SLOTS)
+                hand_over(handed_over)
+                return weights
 
-                        def next_panel(acc, index=index, d_query=d_query):
-                            d_query_product(acc, i, VALUE_WG, index + 1)
-                            add_to_d_query(i, d_query, units, VALUE_WG, index)
-                            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
-
-                        d_query = pl.run_scoped(next_panel, plgpu.WGMMAAccumulatorRef((q_tile, panel), jnp.float32))
-                    else:
-                        plgpu.barrier_arrive(s.scores_consumed)
-                        add_to_d_query(i, d_query, units, VALUE_WG, index)
-                return next_weights
-
-            weights = pl.run_scoped(first_weights, plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32))
-
-            @pl.when(steps == 0)
-            def _nothing_to_do():
-                plgpu.barrier_arrive(s.scores_consumed)
-
-            lax.fori_loop(0, steps, step, weights)
+            lax.fori_loop(0, block.steps, step, pl.run_scoped(first_weights, score_accumulator))
             return d_value[...]
 
         return pl.run_scoped(over_queries, plgpu.WGMMAAccumulatorRef((ROWS, v_dim), jnp.float32))
 
-    def d_key_of(
-        s: _Scratch,
-        mask: TileMask,
-        logits: TileLogits,
-        steps,
-        load_units,
-        add_to_d_query,
-        d_query_product,
-        opaque_zero,
-    ):
+    def d_key_of(inputs: Any, s: _Scratch, logits: TileLogits, block: _Block):
         """What the key warpgroup does."""
-        own = len(panels[KEY_WG])
-        plgpu.barrier_wait(s.kv_ready)
-        if mask.hides:
+        wait_for_keys(inputs, s, block, s.v_slot)
 
-            @pl.when(steps > 0)
-            def _mend():
-                make_finite(s.v_slot)
-                plgpu.commit_smem()
+        def d_weight_product(acc, step, delta):
+            if not p.dropout_rate:
+                acc[...] = delta
+            plgpu.wgmma(acc, s.v_slot, s.d_out_slots.at[lax.rem(step, _SLOTS)].T)
 
-        def over_queries(d_key):
-            def step(i, _):
-                q_slot, slot = lax.rem(i, tiles.q_slots), lax.rem(i, tiles.d_out_slots)
-                plgpu.barrier_wait(s.d_out_ready.at[slot])
-                units = load_units(slot)
+        def delta_of(step):
+            wait_for(s.d_out_ready, block, step)
+            return by_query(plgpu.load(row_slot(s, _DELTA, step), layout=BY_QUERY))
 
-                def d_weights_of(acc):
-                    delta = by_query(plgpu.load(s.delta_slots.at[slot], layout=BY_QUERY))
-                    if not p.dropout_rate:
-                        acc[...] = delta
-                    plgpu.commit_smem()  # what was read here is refilled by TMA
-                    plgpu.wgmma(acc, s.v_slot, s.d_out_slots.at[slot].T)
-                    return plgpu.wgmma_accumulator_load(acc, wait_n=0), delta
+        def d_scores_of(d_weights, delta):
+            plgpu.barrier_wait(s.weights_ready)
+            weights = plgpu.load(s.exchange, layout=WGMMA)
+            weights = weights.astype(jnp.float32)
+            if p.dropout_rate:
+                d_weights = jnp.where(weights > 0, d_weights * logits.survived, 0.0) + delta
+                weights = jnp.abs(weights)
+            return (weights * d_weights).astype(p.dtype)
 
-                d_weights, delta = pl.run_scoped(d_weights_of, plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32))
-                plgpu.barrier_arrive(s.d_out_consumed.at[slot])
-                plgpu.barrier_wait(s.weights_ready)
-                weights = plgpu.load(s.weights, layout=WGMMA).astype(jnp.float32)
-                if p.dropout_rate:
-                    d_weights = jnp.where(weights > 0, d_weights * logits.survived, 0.0) + delta
-                    weights = jnp.abs(weights)
-                d_scores = (weights * d_weights).astype(p.dtype)
+        def hand_over(d_scores, step):
+            s.exchange[...] = d_scores
+            plgpu.commit_smem()
 
-                @pl.when(i > 0)
-                def _wait_consumed():
-                    plgpu.barrier_wait(s.scores_consumed)
-
-                s.d_scores[...] = d_scores
-                plgpu.commit_smem()
+            @pl.when(step < block.steps)
+            def _written():
                 plgpu.barrier_arrive(s.scores_ready)
 
-                def products(*accs):
-                    # The first panel of dQ is done before dK, and is staged while dK goes on.
-                    if own:
-                        d_query_product(accs[0], i, KEY_WG, 0)
-                    plgpu.wgmma(d_key, d_scores, s.q_slots.at[q_slot])
-                    for index in range(1, own):
-                        d_query_product(accs[index], i, KEY_WG, index)
-                    if own:
-                        add_to_d_query(
-                            i,
-                            plgpu.wgmma_accumulator_load(accs[0], wait_n=own),
-                            units,
-                            KEY_WG,
-                            0,
-                        )
-                    plgpu.wgmma_wait(max(own - 1, 0))
-                    plgpu.barrier_arrive(s.q_consumed.at[q_slot])
-                    for index in range(1, own):
-                        d_query = plgpu.wgmma_accumulator_load(accs[index], wait_n=own - 1 - index)
-                        add_to_d_query(i, d_query, units, KEY_WG, index)
+        def over_queries(d_key):
+            def first_scores(acc):
+                delta = delta_of(jnp.int32(0))
+                d_weight_product(acc, jnp.int32(0), delta)
+                return d_scores_of(plgpu.wgmma_accumulator_load(acc, wait_n=0), delta)
 
-                accs = [plgpu.WGMMAAccumulatorRef((q_tile, panel), jnp.float32)] * own
-                if own:
-                    pl.run_scoped(products, *accs)
-                else:
-                    products()
+            def step(i, _):
+                delta = delta_of(i + 1)
 
-            lax.fori_loop(0, steps, step, None)
+                def next_d_weights(acc):
+                    plgpu.wgmma(d_key, s.exchange, s.q_slots.at[lax.rem(i, _SLOTS)])
+                    d_weight_product(acc, i + 1, delta)  # after the last step, of an old query: nobody uses them
+                    plgpu.wgmma_wait(1)
+                    plgpu.barrier_arrive(s.scores_consumed)
+                    load_query(inputs, s, block, i + _SLOTS)
+                    return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+                hand_over(d_scores_of(pl.run_scoped(next_d_weights, score_accumulator), delta), i + 1)
+
+            hand_over(pl.run_scoped(first_scores, score_accumulator), 0)
+            lax.fori_loop(0, block.steps, step, None)
             return d_key[...]
 
         return pl.run_scoped(over_queries, plgpu.WGMMAAccumulatorRef((ROWS, qk_dim), jnp.float32))
 
+    def add_d_query(d_query_ref, s: _Scratch, block: _Block):
+        """What the query warpgroup does."""
+        starts = range(0, qk_dim, PANEL)
+        accumulator = plgpu.WGMMAAccumulatorRef((q_tile, PANEL), jnp.float32)
+
+        def product(acc, step, start):
+            plgpu.wgmma(acc, s.exchange.T, s.k_slot.at[opaque_zero(step), :, start : start + PANEL])
+
+        def step(i, _):
+            head, rows = block.place(i)
+            plgpu.barrier_wait(s.scores_ready)
+            units = None
+            if p.reproducible:
+                units = plgpu.load(row_slot(s, _UNITS, i), layout=BY_ROW, optimized=False)
+
+            def add(d_query, start):
+                copies = []
+                for within in range(0, PANEL, columns):
+                    count = i * (qk_dim // columns) + (start + within) // columns
+                    slot = s.d_query_slots.at[lax.rem(count, tiles.d_query_slots)]
+                    plgpu.wait_smem_to_gmem(tiles.d_query_slots - 1 - len(copies), wait_read_only=True)
+                    slot[...] = as_summed(d_query[:, within : within + columns], units)
+                    copies.append((slot, d_query_ref.at[block.example, rows, head, pl.ds(start + within, columns)]))
+                plgpu.commit_smem()
+                for slot, to in copies:
+                    plgpu.copy_smem_to_gmem(slot, to, reduction_op="add")
+
+            def first_panel(acc):
+                product(acc, i, starts[0])
+                return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+            d_query = pl.run_scoped(first_panel, accumulator)
+            for start in starts[:-1]:
+
+                def next_panel(acc, start=start, d_query=d_query):
+                    product(acc, i, start + PANEL)
+                    add(d_query, start)
+                    return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+                d_query = pl.run_scoped(next_panel, accumulator)
+            plgpu.barrier_arrive(s.scores_consumed)
+            add(d_query, starts[-1])
+
+        plgpu.barrier_wait(s.kv_ready)
+        lax.fori_loop(0, block.steps, step, None)
+
+    def opaque_zero(step):
+        """0, which the compiler cannot tell: else it keeps every address of K in a register throughout the loop."""
+        return (step * (step + 1)) & 1
+
     def by_query(x):
         return lax.broadcast_in_dim(x, (ROWS, q_tile), [1])
 
+    last_tile = (p.q_len - 1) // q_tile
+    score_accumulator = plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32)
     scratch = {
         "k_slot": smem_tile(1, kv_tile, qk_dim, dtype=p.dtype),
         "v_slot": smem_tile(kv_tile, v_dim, dtype=p.dtype),
-        "q_slots": smem_tile(tiles.q_slots, q_tile, qk_dim, dtype=p.dtype),
-        "d_out_slots": smem_tile(tiles.d_out_slots, q_tile, v_dim, dtype=p.dtype),
-        "weights": smem_tile(kv_tile, q_tile, dtype=tiles.weights_dtype(p)),
-        "d_scores": smem_tile(kv_tile, q_tile, dtype=p.dtype),
-        "d_query_slots": smem_tile(COMPUTE_WGS, tiles.d_query_slots, q_tile, panel, dtype=summed_dtype(p)),
-        "lse_slots": plgpu.SMEM((tiles.q_slots, q_tile), jnp.float32),
-        "delta_slots": plgpu.SMEM((tiles.d_out_slots, q_tile), jnp.float32),
-        **({"units_slots": plgpu.SMEM((tiles.d_out_slots, q_tile), jnp.float32)} if p.reproducible else {}),
+        "q_slots": smem_tile(_SLOTS, q_tile, qk_dim, dtype=p.dtype),
+        "d_out_slots": smem_tile(_SLOTS, q_tile, v_dim, dtype=p.dtype),
+        "exchange": smem_tile(kv_tile, q_tile, dtype=p.dtype),
+        "d_query_slots": smem_tile(tiles.d_query_slots, q_tile, columns, dtype=summed_dtype(p)),
+        "row_slots": plgpu.SMEM((_UNITS.stop, q_tile), jnp.float32),
         "kv_ready": plgpu.Barrier(num_arrivals=2),
-        "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.q_slots),
-        "d_out_ready": plgpu.Barrier(num_arrivals=2 + p.reproducible, num_barriers=tiles.d_out_slots),
-        # The key warpgroup's dK comes after the value warpgroup's scores, whose P it is made from.
-        "q_consumed": plgpu.Barrier(num_arrivals=1, num_barriers=tiles.q_slots),
-        "d_out_consumed": plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=tiles.d_out_slots),
+        "q_ready": plgpu.Barrier(num_arrivals=2 + p.reproducible, num_barriers=_SLOTS),
+        "d_out_ready": plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
         "weights_ready": plgpu.Barrier(num_arrivals=1),
         "scores_ready": plgpu.Barrier(num_arrivals=1),
-        "scores_consumed": plgpu.Barrier(num_arrivals=1),
+        "scores_consumed": plgpu.Barrier(num_arrivals=2),
+        "products_done": plgpu.Barrier(num_arrivals=len(REGISTERS)),
     }
     d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p)))
     d_key, d_value = plgpu.kernel(
@@ -417,7 +380,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         out_type=tuple(jax.ShapeDtypeStruct((p.batch, kv_rows, p.kv_heads, dim), p.dtype) for dim in (qk_dim, v_dim)),
         grid=(order.total,),
         grid_names=("block",),
-        num_threads=COMPUTE_WGS + 1,
+        num_threads=len(REGISTERS),
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -425,11 +388,26 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     return d_query[...], d_key, d_value
 
 
-def _accumulators(q_tile: int, panel: int) -> tuple[Any, Any]:
-    """Of scores and of a panel of dQ."""
-    return plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32), plgpu.WGMMAAccumulatorRef(
-        (q_tile, panel), jnp.float32
-    )
+class _Block(NamedTuple):
+    """The work on one tile of keys: its query tiles, for each query head of the group."""
+
+    problem: Problem
+    example: Any
+    kv_head: Any
+    k_start: Any
+    first: Any
+    last: Any
+
+    @property
+    def steps(self) -> Any:
+        return (self.last - self.first) * self.problem.group
+
+    def place(self, step: Any) -> tuple[Any, Any]:
+        """(query head, rows) of a step."""
+        per_head = self.last - self.first
+        turn = lax.div(step, jnp.maximum(per_head, 1))
+        q_tile = HopperDeepBackwardTiles.q_tile
+        return self.kv_head * self.problem.group + turn, pl.ds((self.first + step - turn * per_head) * q_tile, q_tile)
 
 
 class _Scratch(NamedTuple):
@@ -439,17 +417,13 @@ class _Scratch(NamedTuple):
     v_slot: Any
     q_slots: Any
     d_out_slots: Any
-    weights: Any
-    d_scores: Any
+    exchange: Any
     d_query_slots: Any
-    lse_slots: Any
-    delta_slots: Any
-    units_slots: Any
+    row_slots: Any
     kv_ready: Any
     q_ready: Any
     d_out_ready: Any
-    q_consumed: Any
-    d_out_consumed: Any
     weights_ready: Any
     scores_ready: Any
     scores_consumed: Any
+    products_done: Any
