@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 # Half of an H100's or H200's 50 MB, since the two halves of the cache hold copies of what both read.
@@ -42,6 +45,23 @@ class TileOrder:
         within = lax.rem(index, self.group * self.tiles)
         head = lax.div(index, self.group * self.tiles) * self.group + lax.rem(within, self.group)
         return head, lax.div(within, self.group)
+
+
+def deal(durations: Iterable[float], blocks: int) -> np.ndarray:
+    """int32 [blocks, turns + 2]: how many pieces each block takes, then which, in their order, then zeros.
+
+    Each piece goes to the block that is free first, as the hardware's scheduler has it with a block for each piece.
+    """
+    taken: list[list[int]] = [[] for _ in range(blocks)]
+    free = [(0.0, block) for block in range(blocks)]
+    for piece, duration in enumerate(durations):
+        since, block = free[0]
+        taken[block].append(piece)
+        heapq.heapreplace(free, (since + float(duration), block))
+    schedule = np.zeros((blocks, max(map(len, taken)) + 2), np.int32)
+    for row, pieces in zip(schedule, taken, strict=True):
+        row[: len(pieces) + 1] = len(pieces), *pieces
+    return schedule
 
 
 def snake(turn: Any, block: Any, blocks: int) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from fast_layers.kernel_parts.tile_order import L2_BUDGET_BYTES, TileOrder, snake, turns
+from fast_layers.kernel_parts.tile_order import L2_BUDGET_BYTES, TileOrder, deal, snake, turns
 
 
 @st.composite
@@ -72,6 +72,18 @@ def test_turns_take_each_piece_once(total: int, blocks: int):
         turn = jnp.arange(count, dtype=jnp.int32)
         taken += _indices(turn, jnp.full_like(turn, block), jnp.full_like(turn, blocks)).tolist()
     assert sorted(taken) == list(range(total))
+
+
+@hypothesis.given(st.lists(st.floats(0.5, 100), min_size=1, max_size=60), st.integers(1, 12))
+def test_a_deal_gives_each_piece_once_to_who_is_free_first(durations, blocks):
+    schedule = deal(durations, blocks)
+    shares = [row[1 : row[0] + 1] for row in schedule]
+    assert sorted(np.concatenate(shares)) == list(range(len(durations)))
+    assert all((np.diff(share) > 0).all() for share in shares)
+    assert not any(row[row[0] + 1 :].any() for row in schedule)
+    assert schedule.shape[1] == max(map(len, shares)) + 2  # a block reads one ahead
+    longest = max(sum(durations[piece] for piece in share) for share in shares)
+    assert longest <= sum(durations) / blocks + max(durations) + 1e-6
 
 
 def test_a_snake_evens_out_pieces_of_falling_size():

@@ -120,7 +120,10 @@ PERSISTENT = {
     "full, one slot for queries": (Case(batch=1, q_len=256, kv_len=400, heads=2, kv_heads=2), {"q_slots": 1}),
     "causal": (_square(384, heads=2, kv_heads=2, is_causal=True), {"q_slots": 2}),
     "causal, no turns": (_square(384, heads=2, kv_heads=2, is_causal=True), {"takes_turns": False}),
-    "documents": (_square(384, batch=2, heads=1, kv_heads=1, documents=(200, 100)), {"q_slots": 2}),
+    "documents, padding of NaN": (
+        _square(384, batch=2, heads=1, kv_heads=1, documents=(200, 100), poisoned_padding=True),
+        {"q_slots": 2},
+    ),
     "two depths": (_square(256, heads=2, kv_heads=2, v_dim=128), {"q_slots": 1}),
 }
 
@@ -280,6 +283,7 @@ class TestVmap:
 FORWARD_CASE = Case(batch=1, q_len=384, kv_len=384, heads=2, kv_heads=2)
 FORWARD_TILES = forward_tiles(HopperForwardTiles(2, 64, blocks=1))
 MASKED = dataclasses.replace(FORWARD_CASE, heads=1, kv_heads=1, documents=(100, 200, 84))
+POISONED = dataclasses.replace(MASKED, documents=(100, 200), poisoned_padding=True)
 TWO_DEPTHS = dataclasses.replace(FORWARD_CASE, q_len=256, v_dim=128)
 
 FORWARD_FAULTS = {
@@ -297,8 +301,9 @@ FORWARD_FAULTS = {
     "store's read not awaited": (FORWARD_CASE, StandIn("read wait_smem_to_gmem"), "read of SMEM"),
     "store's read not awaited, own slot": (TWO_DEPTHS, StandIn("read wait_smem_to_gmem"), "read of SMEM"),
     "store not awaited": (FORWARD_CASE, StandIn("wait_smem_to_gmem", "read wait_smem_to_gmem"), ""),
-    "mended before it arrives": (MASKED, StandIn("barrier_wait kv_arrived"), "read of SMEM"),
-    "mending not committed": (MASKED, StandIn("commit_smem #1"), ""),
+    "mended before it arrives": (POISONED, StandIn("barrier_wait kv_arrived"), "read of SMEM"),
+    "mending not committed": (POISONED, StandIn("commit_smem #1"), ""),
+    "verdict not awaited": (MASKED, StandIn("barrier_wait judged"), "read of SMEM"),
 }
 BACKWARD_CASE = Case(batch=1, q_len=768, kv_len=256, heads=1, kv_heads=1)
 MASKED_BACKWARD = dataclasses.replace(
@@ -400,6 +405,7 @@ def _run(module, case, stand_in):
         pytest.param(hopper_fwd, FORWARD_CASE, id="forward"),
         # As in test_blocks_that_take_several_tiles.
         pytest.param(hopper_fwd, MASKED, id="masked", marks=pytest.mark.exhaustive),
+        pytest.param(hopper_fwd, POISONED, id="poisoned", marks=pytest.mark.exhaustive),
         pytest.param(hopper_fwd, TWO_DEPTHS, id="two depths", marks=pytest.mark.exhaustive),
         pytest.param(hopper_bwd, BACKWARD_CASE, id="backward"),
         pytest.param(hopper_bwd, MASKED_BACKWARD, id="backward masked"),

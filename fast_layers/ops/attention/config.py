@@ -90,6 +90,14 @@ def num_splits(pieces: int, key_tiles: int, sms: int = HOPPER_SMS) -> int:
     return min(range(1, most + 1), key=duration)
 
 
+def _keys_seen(problem: Problem, queries: int) -> int:
+    """Within a static window, by so many neighbouring queries."""
+    keys, band = problem.kv_len, problem.mask.band
+    if band is None or band.low is None or band.high is None:
+        return keys
+    return min(keys, band.high - band.low + queries)
+
+
 @dataclasses.dataclass(frozen=True)
 class HopperForwardTiles:
     """The forward kernel's shape.
@@ -134,12 +142,12 @@ class HopperForwardTiles:
         return {1: 208, 2: 56, 3: 32}[self.compute_wgs]
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
-        """Of 16-bit tiles, and of a float32 one where keys are split; barriers, lse and sums take the last 2 KiB."""
+        """Of 16-bit tiles, and of a float32 one where keys are split; the last 2.5 KiB for barriers and row vectors."""
         qk_dim, v_dim = (-(-depth // 16) * 16 for depth in (qk_dim, v_dim))
         out_bytes = 4 if self.splits > 1 else 0 if qk_dim == v_dim else 2
         keys = self.stages * self.kv_tile
         inputs = 2 * ((self.q_slots * self.q_tile + keys) * qk_dim + keys * v_dim)
-        return inputs + out_bytes * self.q_tile * v_dim + 2048
+        return inputs + out_bytes * self.q_tile * v_dim + (5 << 9)
 
     @classmethod
     def of(cls, problem: Problem, measured: HopperForwardTiles | None = None) -> HopperForwardTiles:
@@ -166,9 +174,7 @@ class HopperForwardTiles:
 
     def _split_for(self, p: Problem) -> HopperForwardTiles:
         """These tiles with the keys split, and as many keys on their way as fit."""
-        keys = p.kv_len
-        if p.mask.band is not None and p.mask.band.low is not None and p.mask.band.high is not None:
-            keys = min(keys, p.mask.band.high - p.mask.band.low + self.q_tile)
+        keys = _keys_seen(p, self.q_tile)
         pieces = p.batch * p.heads * -(-p.q_len // self.q_tile)
         tiles = dataclasses.replace(self, splits=num_splits(pieces, -(-keys // self.kv_tile)))
         deeper = (dataclasses.replace(tiles, stages=stages) for stages in range(_DEEPEST_RING, tiles.stages, -1))
@@ -180,21 +186,24 @@ class HopperForwardTiles:
         deepest = max(p.qk_dim, p.v_dim)
         causal = p.mask.band is not None and p.mask.band.high is not None
         longest = max(p.q_len, p.kv_len)
-        # Measured on an H200, 2026-11-20: see bench/NOTES.md. A persistent grid hides a block's start, which short
-        # rows feel; the hardware's own scheduler balances the tiles of a causal mask better.
+        # Measured on an H200, 2026-11-22: see bench/NOTES.md. A persistent grid hides a block's start, which short
+        # rows feel. Tiles of unequal length are dealt out evenly where the mask is known before the call; else the
+        # hardware's own scheduler balances them better.
+        known = not (p.mask.interval_arrays or p.mask.segments or p.per_score)
+        deals = causal and known and _keys_seen(p, 128) <= 8192
+        persistent = deals or (not causal and p.kv_len <= 4096)
+        blocks = HOPPER_SMS if persistent else 0
         if deepest <= 64:
             if causal and longest <= 1024:
                 return cls(2, 128, stages=3, q_slots=2, blocks=HOPPER_SMS)
             if p.mask.interval_arrays or p.per_score:
                 return cls(2, 128, stages=3)  # the mask's registers do not fit in three warpgroups' share
-            persistent = longest <= (2048 if causal else 4096)
-            return cls(3, 128, stages=3, q_slots=2 if persistent else 1, blocks=HOPPER_SMS if persistent else 0)
+            return cls(3, 128, stages=3, q_slots=2 if persistent else 1, blocks=blocks)
         if deepest <= 128:
             if p.dropout_rate:
                 return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row
-            persistent = not causal and p.kv_len <= 4096
-            return cls(2, 128, blocks=HOPPER_SMS if persistent else 0)
-        tiles = cls(2, 128 if p.v_dim <= 128 else 64, takes_turns=False)
+            return cls(2, 128, q_slots=2 if persistent else 1, blocks=blocks)
+        tiles = cls(2, 128 if p.v_dim <= 128 else 64, takes_turns=False, blocks=HOPPER_SMS if deals else 0)
         fits = tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES
         return tiles if fits else dataclasses.replace(tiles, kv_tile=64)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.kernel_parts.over_batch import over_batch
-from fast_layers.kernel_parts.tile_order import TileOrder, snake, turns
+from fast_layers.kernel_parts.tile_order import TileOrder, deal, snake, turns
 from fast_layers.ops.attention import packed_heads, split_kv
 from fast_layers.ops.attention.config import packs_heads
 from fast_layers.ops.attention.kernel_operands import (
@@ -86,6 +87,10 @@ def _sinks_by_row(sinks: Float[Array, " N"], p: Problem, q_tile: int) -> Float[A
     sinks = sinks.astype(jnp.float32).reshape(1, p.heads, -1)
     group = sinks.shape[2]
     return sinks if group == 1 else pad_axis(jnp.tile(sinks, (1, 1, p.q_len // group)), round_up(p.q_len, q_tile), 2)
+
+
+# Of what a piece of work takes besides its tiles of keys, in the time of one.
+_PIECE_COST = 0.7
 
 
 class Piece(NamedTuple):
@@ -157,24 +162,71 @@ class Work:
             return Piece(example, head, q_index, example, span)
         return Piece(example, head, q_index, example * splits + split, span.part(split, splits))
 
-    def each_piece(self, mask: TileMask, role: Callable[..., Any], without_keys=lambda _: None) -> None:
-        """`role(piece, turn, steps)` for all of the block's pieces; `steps` counts the key tiles before them."""
+    @property
+    def is_persistent(self) -> bool:
+        return self.blocks < self.order.total
 
-        def take(turn, steps):
-            taken = self.piece(mask, snake(turn, lax.axis_index("block"), self.blocks))
-            role(taken, turn, steps)
-            return steps + taken.span.last - taken.span.first
+    def schedule(self) -> np.ndarray:
+        """For the blocks of a persistent grid, as `deal` gives it."""
+        return deal(self.key_tiles() + _PIECE_COST, self.blocks)
 
-        if self.blocks < self.order.total:
-            all_turns = turns(self.order.total, lax.axis_index("block"), self.blocks)
-            lax.fori_loop(0, all_turns, take, jnp.int32(0))
-        elif self.tiles.splits == 1:
-            take(jnp.int32(0), jnp.int32(0))
-        else:
-            taken = self.piece(mask, lax.axis_index("block"))
-            has_keys = taken.span.first < taken.span.last
-            pl.when(has_keys)(lambda: role(taken, jnp.int32(0), jnp.int32(0)))
-            pl.when(~has_keys)(lambda: without_keys(taken))
+    def key_tiles(self) -> np.ndarray:
+        """Of each piece; all the same where the mask is not known before the call."""
+        p, tiles, order = self.problem, self.tiles, self.order
+        q_start = np.arange(self.q_tiles) * tiles.q_tile
+        first, last = np.zeros_like(q_start), np.full_like(q_start, p.kv_len)
+        band = None if p.mask.interval_arrays or p.mask.segments else p.mask.band
+        if band is not None and band.low is not None:
+            first = np.clip(q_start + band.low, 0, p.kv_len)
+        if band is not None and band.high is not None:
+            last = np.clip(q_start + tiles.q_tile + band.high, 0, p.kv_len)
+        key_tiles = np.maximum(-(-last // tiles.kv_tile) - first // tiles.kv_tile, 1)
+        if band is not None and band.high is not None:
+            key_tiles = key_tiles[::-1]  # as in `piece`
+        return key_tiles[np.arange(order.total) % (order.group * order.tiles) // order.group]
+
+    def each_piece(
+        self,
+        mask: TileMask,
+        role: Callable[..., Any],
+        without_keys: Callable[[Piece], Any] = lambda _: None,
+        schedule: Any = None,
+        turn: Any = 0,
+        steps: Any = 0,
+    ) -> tuple[Any, Any]:
+        """`role(piece, turn, steps)` for all of the block's pieces; a `schedule` lies in the GPU's memory.
+
+        `turn` and `steps` count the pieces and the key tiles before each, from what is given. Returns those after all.
+        """
+        turn, steps = jnp.int32(turn), jnp.int32(steps)
+        # Plus a 0 that compilers cannot know: what depends on the block stays inside a loop around this one.
+        block = lax.axis_index("block") + jnp.minimum(steps, 0)
+
+        def take(i, index, steps):
+            taken = self.piece(mask, index)
+            role(taken, turn + i, steps)
+            return steps + taken.span.tiles
+
+        def scheduled(i, carry):
+            index, steps = carry
+            following = schedule[block, i + 2]  # loaded long before it is needed
+            return following, take(i, index, steps)
+
+        if self.is_persistent and schedule is not None:
+            count = schedule[block, 0]
+            _, steps = lax.fori_loop(0, count, scheduled, (schedule[block, 1], steps))
+            return turn + count, steps
+        if self.is_persistent:
+            count = turns(self.order.total, block, self.blocks)
+            steps = lax.fori_loop(0, count, lambda i, steps: take(i, snake(i, block, self.blocks), steps), steps)
+            return turn + count, steps
+        if self.tiles.splits == 1:
+            return turn + 1, take(0, block, steps)
+        taken = self.piece(mask, block)
+        has_keys = taken.span.first < taken.span.last
+        pl.when(has_keys)(lambda: role(taken, turn, steps))
+        pl.when(~has_keys)(lambda: without_keys(taken))
+        return turn + 1, steps + taken.span.tiles
 
     def combine(self, out: Array, lse: Array, group: int) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
         """The results of all parts of the keys, for `group` heads that were packed into rows."""
@@ -189,8 +241,11 @@ class Work:
         return out, packed_heads.unpack_lse(lse, group)
 
 
-def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, steps) -> None:
-    """The load warpgroup's part: K, Q and V in the order in which they are needed; `s` is the kernel's scratch."""
+def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, steps, mends: bool = True) -> None:
+    """The load warpgroup's part: K, Q and V in the order in which they are needed; `s` is the kernel's scratch.
+
+    `mends`: whether to look for broken values in tiles that the mask cuts through.
+    """
     example, head, q_index, _, span = piece
     tiles, kv_head = work.tiles, lax.div(head, work.problem.group)
     parts = tiles.q_tile // work.rows
@@ -212,15 +267,15 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
         keys = pl.ds(j * tiles.kv_tile, tiles.kv_tile)
         k_ref, v_ref = inputs.key.at[example, keys, kv_head], inputs.value.at[example, keys, kv_head]
         k_slot, v_slot = s.k_slots.at[slot], s.v_slots.at[slot]
-        mends = span.ragged(j) if mask.hides_real_keys else None
+        looks = span.ragged(j) if mends and mask.hides_real_keys else None
 
         def copy(ref, slot_ref, ready):
-            if mends is None:
+            if looks is None:
                 plgpu.copy_gmem_to_smem(ref, slot_ref, ready)
             else:
                 # A copy's own predicate would leave its barrier's arrival in place.
-                pl.when(mends)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, s.kv_arrived))
-                pl.when(~mends)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, ready))
+                pl.when(looks)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, s.kv_arrived))
+                pl.when(~looks)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, ready))
 
         @pl.when(step >= tiles.stages)
         def _wait_k():
@@ -235,9 +290,9 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
             plgpu.barrier_wait(s.v_consumed.at[slot])
 
         copy(v_ref, v_slot, s.v_ready.at[slot])
-        if mends is not None:
+        if looks is not None:
 
-            @pl.when(mends)
+            @pl.when(looks)
             def _mend():
                 plgpu.barrier_wait(s.kv_arrived)
                 mend_broken_rows(k_slot, v_slot)

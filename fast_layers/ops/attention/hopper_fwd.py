@@ -62,16 +62,25 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
 
     def attention_forward(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-        out_ref, lse_ref = refs[tree.num_leaves :]
+        *schedule_ref, out_ref, lse_ref = refs[tree.num_leaves :]
         warpgroup = lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, tiles.q_tile, kv_tile, inputs.mask, logits)
         s = _Scratch(**{"out_slots": None, **scratch})
+        each_piece = functools.partial(work.each_piece, mask, schedule=schedule_ref[0] if schedule_ref else None)
+
+        def some_are_broken():
+            """Whether values are that not all rows may see. They make NaN of all rows in their column of out."""
+            plgpu.barrier_wait(s.judged)
+            return s.row_slots[wgs, 0] != 0
 
         @pl.when(warpgroup == wgs)
         def _load():
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
-            work.each_piece(mask, functools.partial(load, work, mask, inputs, s))
+            role = functools.partial(load, work, mask, inputs, s)
+            turn, steps = each_piece(functools.partial(role, mends=False))
+            if mask.hides_real_keys:
+                pl.when(some_are_broken())(lambda: each_piece(role, turn=turn, steps=steps) and None)
 
         @pl.when(warpgroup < wgs)
         def _compute():
@@ -80,18 +89,34 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             @pl.when(warpgroup == 0)
             def _first_turn():
                 plgpu.barrier_arrive(s.turn.at[0])
+                if mask.hides_real_keys:
+                    s.row_slots[wgs] = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW)
 
-            work.each_piece(
-                mask,
-                functools.partial(compute, mask, logits, inputs, s, out_ref, lse_ref, warpgroup),
-                without_keys=functools.partial(leave_nothing, s, lse_ref, warpgroup),
-            )
+            def compute_all(again, turn, steps):
+                own = warpgroup + jnp.minimum(steps, 0)  # as the block in `each_piece`
+                role = functools.partial(compute, mask, logits, inputs, s, out_ref, lse_ref, own, again)
+                without_keys = functools.partial(leave_nothing, s, lse_ref, warpgroup)
+                return each_piece(role, without_keys=without_keys, turn=turn, steps=steps)
+
+            def next_pass(state):
+                again, _, turn, steps = state
+                # The first pass may still be storing what the second stores anew.
+                pl.when(again)(lambda: plgpu.wait_smem_to_gmem(0))
+                counts = compute_all(again, turn, steps)
+                plgpu.barrier_arrive(s.judged)
+                return jnp.bool_(True), some_are_broken() & ~again, *counts
+
+            counts = jnp.int32(0), jnp.int32(0)
+            if mask.hides_real_keys:
+                lax.while_loop(lambda state: state[1], next_pass, (jnp.bool_(False), jnp.bool_(True), *counts))
+            else:
+                compute_all(False, *counts)
 
             @pl.when(warpgroup == 0)
             def _last_turn():
                 plgpu.barrier_wait(s.turn.at[0])
 
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def compute(
         mask: TileMask,
@@ -101,6 +126,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         out_ref,
         lse_ref,
         warpgroup,
+        again,
         piece: Piece,
         turn,
         steps,
@@ -193,7 +219,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         if p.dropout_rate:
             normaliser = normaliser * logits.survived
         out_slot = query if s.out_slots is None else s.out_slots.at[warpgroup]
-        lse_slot = s.lse_slots.at[warpgroup]
+        lse_slot = s.row_slots.at[warpgroup]
         out_slot[...] = (out * by_row(normaliser, v_dim)).astype(work.out_dtype)
         lse_slot[...] = lse
         plgpu.commit_smem()
@@ -201,12 +227,20 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         to = out_ref.at[out_index, pl.ds(q_start, work.stored_rows), head, pl.ds(0, v_dim)]
         plgpu.copy_smem_to_gmem(stored, to)
         plgpu.copy_smem_to_gmem(lse_slot, lse_ref.at[out_index, head, pl.ds(q_start, ROWS)])
+        if mask.hides_real_keys:
+
+            @pl.when((warpgroup == 0) & ~again)
+            def _look():
+                """While the stores are on their way, for `some_are_broken`."""
+                broken_rows = s.row_slots.at[wgs]
+                broken_rows[...] = plgpu.load(broken_rows, layout=BY_ROW) + (out * 0.0).sum(axis=1)
+
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(s.q_consumed.at[q_slot])
 
     def leave_nothing(s: _Scratch, lse_ref, warpgroup, piece: Piece):
         rows = pl.ds(piece.q_index * tiles.q_tile + warpgroup * ROWS, ROWS)
-        see_nothing(s.lse_slots.at[warpgroup], lse_ref, piece, rows, BY_ROW)
+        see_nothing(s.row_slots.at[warpgroup], lse_ref, piece, rows, BY_ROW)
 
     shares_slot = qk_dim == v_dim and work.out_dtype == p.dtype  # out leaves through Q's slot
     scratch = {
@@ -214,7 +248,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "k_slots": smem_tile(ring, kv_tile, qk_dim, dtype=p.dtype),
         "v_slots": smem_tile(ring, kv_tile, v_dim, dtype=p.dtype),
         **({} if shares_slot else {"out_slots": smem_tile(wgs, ROWS, v_dim, dtype=work.out_dtype)}),
-        "lse_slots": plgpu.SMEM((wgs, ROWS), jnp.float32),
+        "row_slots": plgpu.SMEM((wgs + 1, ROWS), jnp.float32),
         "q_ready": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
         "q_consumed": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
         "k_ready": plgpu.Barrier(num_barriers=ring),
@@ -222,8 +256,10 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "k_consumed": plgpu.Barrier(num_arrivals=wgs, num_barriers=ring),
         "v_consumed": plgpu.Barrier(num_arrivals=wgs, num_barriers=ring),
         "kv_arrived": plgpu.Barrier(num_arrivals=2),
+        "judged": plgpu.Barrier(num_arrivals=wgs),
         "turn": plgpu.Barrier(num_barriers=wgs),
     }
+    schedule = [jnp.asarray(work.schedule())] if work.is_persistent else []
     out, lse = plgpu.kernel(
         attention_forward,
         out_type=work.out_type,
@@ -233,7 +269,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-    )(*jax.tree.leaves(operands))
+    )(*jax.tree.leaves(operands), *schedule)
     return work.combine(out, lse, group)
 
 
@@ -244,7 +280,8 @@ class _Scratch(NamedTuple):
     k_slots: Any
     v_slots: Any
     out_slots: Any
-    lse_slots: Any
+    row_slots: Any
+    """A row of lse for each compute warpgroup; then NaN where rows of out are broken, of the first of them."""
     q_ready: Any
     q_consumed: Any
     k_ready: Any
@@ -252,4 +289,5 @@ class _Scratch(NamedTuple):
     k_consumed: Any
     v_consumed: Any
     kv_arrived: Any
+    judged: Any
     turn: Any

@@ -37,13 +37,16 @@ class Span(NamedTuple):
     full_first: Any
     full_last: Any
 
+    @property
+    def tiles(self) -> Any:
+        return self.last - self.first
+
     def ragged(self, tile: Any) -> Any:
         return (tile < self.full_first) | (tile >= self.full_last)
 
     def part(self, index: Any, parts: int) -> Span:
         """The `index`-th of `parts` shares of the tiles to visit, which differ by one tile at most; maybe empty."""
-        tiles = self.last - self.first
-        begin, end = (self.first + lax.div(tiles * i, parts) for i in (index, index + 1))
+        begin, end = (self.first + lax.div(self.tiles * i, parts) for i in (index, index + 1))
         return self._replace(first=begin, last=end)
 
 

@@ -1,0 +1,48 @@
+"""Which pieces of work a persistent block of the forward takes, told before the kernel runs."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fast_layers.ops.attention.config import HopperForwardTiles
+from fast_layers.ops.attention.forward_parts import Work
+from fast_layers.ops.attention.masks import Band
+from fast_layers.ops.attention.problem import MaskFacts, Problem
+from fast_layers.ops.attention.tile_mask import TileMask
+
+BANDS = {
+    "full": None,
+    "causal": Band(None, 0),
+    "causal, bottom right": Band(None, 300),
+    "window": Band(-130, 70),
+    "window beyond the keys": Band(500, None),
+    "no key at first": Band(None, -200),
+}
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_it_knows_how_many_tiles_of_keys_each_piece_has(name):
+    problem = Problem(
+        batch=2,
+        q_len=600,
+        kv_len=900,
+        heads=2,
+        kv_heads=1,
+        qk_dim=128,
+        v_dim=128,
+        dtype=jnp.dtype(jnp.bfloat16),
+        mask=MaskFacts(band=BANDS[name]),
+        scale=0.1,
+    )
+    tiles = HopperForwardTiles(2, 64, q_slots=2, blocks=3)
+    work = Work(problem, tiles, 64, 128, 128)
+    spans = [work.piece(TileMask(problem, tiles.q_tile, tiles.kv_tile, None), jnp.int32(i)).span for i in range(20)]
+    assert work.order.total == len(spans)
+    np.testing.assert_array_equal(work.key_tiles(), [int(span.tiles) for span in spans])
+    schedule = work.schedule()
+    shares = [row[1 : row[0] + 1] for row in schedule]
+    assert sorted(np.concatenate(shares)) == list(range(len(spans)))
+    busy = [work.key_tiles()[share].sum() for share in shares]
+    assert max(busy) - min(busy) <= work.key_tiles().max() + 1
