@@ -4,6 +4,8 @@ arrays; nothing runs here.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import fast_layers
 from fast_layers import dispatch
 from fast_layers.arch import Arch
+from fast_layers.ops.ssd.config import HopperForwardTiles
 
 H200 = Arch("cuda", "NVIDIA H200", (9, 0))
 B200 = Arch("cuda", "NVIDIA B200", (10, 0))
@@ -91,6 +94,16 @@ def test_gradients_have_the_types_of_their_operands(kernel):
     sharded = jax.shard_map(loss, mesh=_mesh(), in_specs=in_specs, out_specs=P())
     grads = jax.eval_shape(jax.grad(sharded, argnums=tuple(range(len(operands)))), *operands)
     assert [g.shape for g in grads] == [x.shape for x in operands]
+
+
+def test_a_split_sequence(monkeypatch):
+    """Splits start from zeros, which do not vary over the mesh, and go on with states that do."""
+    monkeypatch.setattr(dispatch, "lowering_targets", lambda: (H200,))
+    x = jax.ShapeDtypeStruct((4, 4096, 64), jnp.bfloat16)
+    problem = fast_layers.explain(ssd("hopper"), x, a := jax.ShapeDtypeStruct((2,), jnp.float32)).plans[0].problem
+    assert HopperForwardTiles.of(dataclasses.replace(problem, batch=2)).splits > 2
+    sharded = jax.shard_map(ssd("hopper"), mesh=_mesh(), in_specs=(P("data"), P()), out_specs=P("data"))
+    assert jax.eval_shape(sharded, x, a).shape == (4, 4096, 2, 64)
 
 
 def test_results_of_a_shard_do_not_pass_for_those_of_all(kernel):

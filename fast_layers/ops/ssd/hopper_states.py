@@ -87,11 +87,13 @@ def starts(tiles: HopperStateTiles, p: Problem, operands: StateOperands) -> Floa
         state = decay * state + added
         return state, state
 
-    # Unrolled, the few of which there mostly are become one fusion.
-    each = decays.swapaxes(0, 1), added.swapaxes(0, 1)
     assert operands.start is not None
-    _, entering = lax.scan(carry_on, operands.start, each, unroll=_UNROLLED_SPLITS)
-    return jnp.concatenate([operands.start[:, None], entering.swapaxes(0, 1)], 1)
+    # Not by the loop, whose carry has to vary over the same mesh axes from the start on, as zeros do not.
+    second = decays[:, 0] * operands.start + added[:, 0]
+    # Unrolled, the few of which there mostly are become one fusion.
+    others = decays[:, 1:].swapaxes(0, 1), added[:, 1:].swapaxes(0, 1)
+    _, entering = lax.scan(carry_on, second, others, unroll=_UNROLLED_SPLITS)
+    return jnp.concatenate([operands.start[:, None], second[:, None], entering.swapaxes(0, 1)], 1)
 
 
 def _split_decays(splits: int, kept: Float[Array, "B C H"]) -> Float[Array, "B S-1 H"]:
