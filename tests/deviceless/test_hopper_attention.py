@@ -132,7 +132,7 @@ SPILLS = {
     "d128 window": (40, 270),
     "d128 segments": (24, 350),
     "d128 everything": (48, 540),
-    "d192/128 causal": (72, 0),
+    "d192/128 causal": (16, 0),
     "d256 full": (0, 48),
     "d256 causal": (150, 230),
     "d256 segments": (80, 230),
@@ -140,7 +140,7 @@ SPILLS = {
     "d64 mask, dropout": (0, 1660),
     "d128 bias": (16, 200, 0),
     "d128 mask": (44, 220),
-    "d128 causal, dropout": (24, 730),
+    "d128 causal, dropout": (0, 730),
     "d256 dropout": (0, 600),
     "d256 everything per score": (460, 1250, 8),
 }

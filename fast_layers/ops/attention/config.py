@@ -60,6 +60,8 @@ HOPPER_SMS = 132
 MAX_SHALLOW_DEPTH = 128
 """Of the backward with two equal warpgroups: beyond, dK and dV of 64 keys do not fit in one."""
 _DEEPEST_RING = 8
+_MOST_DEALT_PIECES = 1 << 18
+"""Of a persistent grid: tracing a call deals them out in Python, and their list becomes a constant of the program."""
 _MOST_SPLITS = 128
 _KEY_TILES_PER_SPLIT = 4
 """At least, where the keys are split."""
@@ -159,7 +161,10 @@ class HopperForwardTiles:
         if p.q_len <= 64:
             return cls._of_few_rows(p)
         tiles = cls._of_many_rows(p) if measured is None else measured
-        if p.batch * p.heads * -(-p.q_len // tiles.q_tile) >= HOPPER_SMS:
+        pieces = p.batch * p.heads * -(-p.q_len // tiles.q_tile)
+        if pieces > _MOST_DEALT_PIECES:
+            return dataclasses.replace(tiles, blocks=0)
+        if pieces >= HOPPER_SMS:
             return tiles
         # Three warpgroups' share of the registers has no room for the part's bounds.
         split = cls(min(tiles.compute_wgs, 2), tiles.kv_tile)._split_for(p)
