@@ -133,16 +133,16 @@ SPILLS = {
     "d128 segments": (24, 350),
     "d128 everything": (48, 540),
     "d192/128 causal": (16, 0),
-    "d256 full": (0, 48),
-    "d256 causal": (150, 230),
-    "d256 segments": (80, 230),
+    "d256 full": (0, 16),
+    "d256 causal": (150, 40),
+    "d256 segments": (80, 110),
     "d64 bias": (0, 230, 0),
     "d64 mask, dropout": (0, 1660),
     "d128 bias": (16, 200, 0),
     "d128 mask": (44, 220),
     "d128 causal, dropout": (0, 730),
-    "d256 dropout": (0, 600),
-    "d256 everything per score": (460, 1250, 8),
+    "d256 dropout": (0, 330),
+    "d256 everything per score": (460, 1100, 8),
 }
 # Both kernels together; 6 to 40 on a busy machine of two cores.
 MOST_SECONDS = 90.0

@@ -84,10 +84,10 @@ def only(pass_: str) -> Callable[..., str | None]:
 def patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
     """Attributes replaced, and the kernels traced anew inside."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (hopper_fwd, hopper_bwd, hopper_bias_grad):
+        launches = [(module, "_launch") for module in (hopper_fwd, hopper_bwd, hopper_bias_grad)]
+        for module, name in (*launches, (hopper_bwd_deep, "launch")):
             # Without its jit, which would give back what was traced before.
-            patch.setattr(module, "_launch", module._launch.__wrapped__)
-        patch.setattr(hopper_bwd_deep, "launch", hopper_bwd_deep.launch.__wrapped__)
+            patch.setattr(module, name, getattr(module, name).__wrapped__)
         for target, name, value in patches:
             patch.setattr(target, name, value)
         yield

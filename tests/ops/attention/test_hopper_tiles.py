@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fast_layers.ops.attention import hopper_bwd_deep
 from fast_layers.ops.attention.config import HopperBackwardTiles, HopperDeepBackwardTiles, HopperForwardTiles
 
 REGISTERS = 1 << 16
@@ -20,6 +21,12 @@ def test_warpgroups_ask_for_no_more_registers_than_the_block_was_launched_with(c
     assert wanted <= (compute_wgs + 1) * launched
     assert tiles.compute_registers % 8 == 0
     assert tiles.load_registers % 8 == 0
+
+
+def test_warpgroups_of_the_deep_backward_ask_for_no_more_either():
+    wanted = hopper_bwd_deep.REGISTERS.values()
+    assert sum(wanted) <= len(wanted) * min(REGISTERS // (len(wanted) * WARPGROUP), 255) // 8 * 8
+    assert all(count % 8 == 0 for count in wanted)
 
 
 @pytest.mark.parametrize(
