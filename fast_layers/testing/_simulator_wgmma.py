@@ -36,7 +36,8 @@ def multiply(
     acc_key = Key.from_array(acc)
     acc_access = gpu.access(acc_key, plain_transforms(acc_transforms))
     old = gpu.read(acc_key, acc_access, thread, logging_info)
-    new = old + np.matmul(lhs.astype(old.dtype), rhs.astype(old.dtype))
+    with np.errstate(invalid="ignore"):  # NaN of NaN and inf, as the GPU has it
+        new = old + np.matmul(lhs.astype(old.dtype), rhs.astype(old.dtype))
     gpu.store_buffer_content(acc_key, acc_access, new, thread, logging_info=logging_info)
     gpu.wgmmas_in_flight[thread].append((clock, acc_key))
     return token

@@ -128,7 +128,10 @@ PERSISTENT = {
 }
 
 
-@pytest.mark.parametrize("name", PERSISTENT)
+PERSISTENT_EACH_RUN = {"full, one slot for queries", "causal", "documents, padding of NaN"}
+
+
+@pytest.mark.parametrize("name", some_each_run(PERSISTENT, PERSISTENT_EACH_RUN))
 def test_blocks_that_take_several_tiles(name):
     case, options = PERSISTENT[name]
     tiles = HopperForwardTiles(2, 64, blocks=2, **options)

@@ -14,6 +14,9 @@ see (out is float32 then, and `split_kv` puts the parts together). Its roles:
 Both products of a step are in flight together, and the softmax of scores(j) runs while out's product still does. The
 compute warpgroups take turns at issuing, so that one multiplies while another exponentiates.
 
+Where keys may be hidden, all roles end with a verdict (`judged`): if results are NaN, a hidden value may be, and they do
+the block's pieces again, with such values mended.
+
 Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
 """
 
