@@ -14,8 +14,8 @@ see (out is float32 then, and `split_kv` puts the parts together). Its roles:
 Both products of a step are in flight together, and the softmax of scores(j) runs while out's product still does. The
 compute warpgroups take turns at issuing, so that one multiplies while another exponentiates.
 
-Where keys may be hidden, all roles end with a verdict (`judged`): if results are NaN, a hidden value may be, and they do
-the block's pieces again, with such values mended.
+Where keys may be hidden, all roles end with a verdict (`judged`): if results are NaN, a hidden value may be, and they
+do the block's pieces again, with such values mended.
 
 Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
 """
@@ -83,7 +83,10 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             role = functools.partial(load, work, mask, inputs, s)
             turn, steps = each_piece(functools.partial(role, mends=False))
             if mask.hides_real_keys:
-                pl.when(some_are_broken())(lambda: each_piece(role, turn=turn, steps=steps) and None)
+
+                @pl.when(some_are_broken())
+                def _again():
+                    each_piece(role, turn=turn, steps=steps)
 
         @pl.when(warpgroup < wgs)
         def _compute():
