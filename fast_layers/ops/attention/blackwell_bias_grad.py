@@ -34,6 +34,7 @@ from fast_layers.ops.attention import bias_tiles
 from fast_layers.ops.attention.bias_tiles import BiasTiles
 from fast_layers.ops.attention.blackwell_bwd import Operands
 from fast_layers.ops.attention.blackwell_config import BLACKWELL_SMEM_BYTES
+from fast_layers.ops.attention.blackwell_grad_parts import d_scores, weigh
 from fast_layers.ops.attention.blackwell_tile import BY_ROW, NATIVE, ROWS, STAGED, NativeTileMask, column_slices
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
@@ -66,27 +67,27 @@ def _launch(p: Problem, operands: Operands) -> Float[Array, "B|1 N|1 I*128 J*64"
     def attention_bias_gradient(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         (d_bias_ref,) = refs[tree.num_leaves :]
-        warpgroup = lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits, NATIVE)
         mask = NativeTileMask(p, Q_TILE, KV_TILE, inputs.mask, logits)
         s = _Scratch(**scratch)
 
-        @pl.when(warpgroup == LOAD_WG)
-        def _load():
-            plgpu.set_max_registers(_REGISTERS[LOAD_WG], action="decrease")
-            tiles.each(mask, functools.partial(load, inputs, s), None)
-
-        @pl.when(warpgroup == MULTIPLY_WG)
-        def _multiply():
+        def take_products():
             plgpu.set_max_registers(_REGISTERS[MULTIPLY_WG], action="decrease")
             tiles.each(mask, functools.partial(multiply, s), None)
 
-        @pl.when(warpgroup == COMPUTE_WG)
-        def _compute():
+        def take_loads():
+            plgpu.set_max_registers(_REGISTERS[LOAD_WG], action="decrease")
+            tiles.each(mask, functools.partial(load, inputs, s), None)
+
+        def take_scores():
             plgpu.set_max_registers(_REGISTERS[COMPUTE_WG], action="increase")
             nothing = [plgpu.layout_cast(jnp.zeros((Q_TILE, c.size), jnp.float32), NATIVE) for c in columns]
             summed = tiles.each(mask, functools.partial(add_gradient, mask, logits, inputs, s), nothing)
             store(summed, s, d_bias_ref)
+
+        # One choice, since who still asks for another role after its own keeps in registers what that role needs.
+        roles = {COMPUTE_WG: take_scores, LOAD_WG: take_loads, MULTIPLY_WG: take_products}
+        lax.switch(lax.axis_index("warpgroup"), [role for _, role in sorted(roles.items())])
 
     def load(inputs: Any, s: _Scratch, step, example, head, q_index, k_index, _):
         slot = lax.rem(step, ring)
@@ -131,45 +132,43 @@ def _launch(p: Problem, operands: Operands) -> Float[Array, "B|1 N|1 I*128 J*64"
             k_start = k_index * KV_TILE + c.start
             return {"example": example, "head": head, "q_start": q_start, "k_start": k_start, "q_axis": 0}
 
-        def load_products(buffer):
-            plgpu.barrier_wait(s.scores_ready.at[buffer])
-            products = [
-                [plgpu.async_load_tmem(x.at[:, c], layout=NATIVE) for c in columns]
-                for x in (s.scores[buffer], s.d_weights[buffer])
-            ]
-            plgpu.wait_load_tmem()
-            plgpu.barrier_arrive(s.scores_consumed.at[buffer])
-            return products
+        def of_buffer(take):
+            even, odd = (functools.partial(take, buffer) for buffer in range(BUFFERS))
+            return lax.cond(lax.rem(step, BUFFERS) == 0, even, odd)
 
-        even, odd = (functools.partial(load_products, buffer) for buffer in range(BUFFERS))
-        scores, d_weights = lax.cond(lax.rem(step, BUFFERS) == 0, even, odd)
+        def load_scores(buffer):
+            plgpu.barrier_wait(s.scores_ready.at[buffer])
+            return [plgpu.async_load_tmem(s.scores[buffer].at[:, c], layout=NATIVE) for c in columns]
+
+        def load_d_weights(buffer):
+            d_weights = [plgpu.async_load_tmem(s.d_weights[buffer].at[:, c], layout=NATIVE) for c in columns]
+            plgpu.wait_load_tmem()  # for the scores too
+            plgpu.barrier_arrive(s.scores_consumed.at[buffer])
+            return d_weights
+
         of_rows = [x.at[example, head, pl.ds(q_start, Q_TILE)] for x in (inputs.lse_log2, inputs.delta)]
         lse, delta = (plgpu.load(x, layout=BY_ROW, optimized=False) for x in of_rows)
-        to_log2 = p.scale * LOG2_E
-        if p.softcap is not None:
-            scores = [tanh(x * (p.scale / p.softcap)) for x in scores]
-            to_log2 = p.softcap * LOG2_E
-        biases = [logits.bias(shape=(Q_TILE, c.size), **place(c)) for c in columns]
-        # Before hiding: what is hidden from a row whose lse is NaN still weighs nothing.
-        scores = [
-            x * to_log2 + bias * LOG2_E - by_row(lse, c.size)
-            for x, bias, c in zip(scores, biases, columns, strict=True)
+        to_log2 = (p.scale if p.softcap is None else p.softcap) * LOG2_E
+        ragged = mask.ragged_for_keys(example, q_index, k_index * KV_TILE, KV_TILE) if mask.hides else None
+        rows = mask.rows(example, q_start, Q_TILE, 0)
+        factors = []
+        # Part by part, since all scores of a tile, hidden and not, would take too many registers.
+        for x, c in zip(of_buffer(load_scores), columns, strict=True):
+            at = place(c)
+            if p.softcap is not None:
+                x = tanh(x * (p.scale / p.softcap))
+            # Before hiding: what is hidden from a row whose lse is NaN still weighs nothing.
+            x = x * to_log2 + logits.bias(shape=x.shape, **at) * LOG2_E - by_row(lse, c.size)
+            if ragged is not None:
+                x = lax.cond(ragged, lambda x, at=at: mask.hide(x, rows, **at), lambda x: x, x)
+            _, factor = weigh(x, None, logits.keep(shape=x.shape, **at) if p.dropout_rate else None)
+            factors.append(factor)
+        # After them, beside whose making there are few registers.
+        d_weights = of_buffer(load_d_weights)
+        return [
+            so_far + d_scores(p, factor, d_weight, by_row(delta, c.size))
+            for c, factor, d_weight, so_far in zip(columns, factors, d_weights, summed, strict=True)
         ]
-        if mask.hides:
-
-            def hide(scores):
-                rows = mask.rows(example, q_start, Q_TILE, 0)
-                return [mask.hide(x, rows, **place(c)) for x, c in zip(scores, columns, strict=True)]
-
-            ragged = mask.ragged_for_keys(example, q_index, k_index * KV_TILE, KV_TILE)
-            scores = lax.cond(ragged, hide, lambda x: x, scores)
-        sums = []
-        for c, x, d_weight, so_far in zip(columns, scores, d_weights, summed, strict=True):
-            weights = jnp.exp2(x)
-            if p.dropout_rate:
-                d_weight = jnp.where(logits.keep(shape=x.shape, **place(c)), d_weight * logits.survived, 0.0)
-            sums.append(so_far + weights * (d_weight - by_row(delta, c.size)))
-        return sums
 
     def store(summed, s: _Scratch, d_bias_ref):
         """Through tensor memory, to the layout in which shared memory is written without bank conflicts."""
