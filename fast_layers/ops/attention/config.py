@@ -195,12 +195,12 @@ class HopperForwardTiles:
         # rows feel. Tiles of unequal length are dealt out evenly where the mask is known before the call; else the
         # hardware's own scheduler balances them better.
         known = not (p.mask.interval_arrays or p.mask.segments or p.per_score)
-        deals = causal and known and _keys_seen(p, 128) <= 8192
+        deals = causal and known
         persistent = deals or (not causal and p.kv_len <= 4096)
         blocks = HOPPER_SMS if persistent else 0
         if deepest <= 64:
-            if causal and longest <= 1024:
-                return cls(2, 128, stages=3, q_slots=2, blocks=HOPPER_SMS)
+            if causal and (longest <= 1024 or (known and _keys_seen(p, 128) <= 1152)):
+                return cls(2, 128, stages=3, q_slots=2, blocks=HOPPER_SMS, takes_turns=longest > 512)
             if p.mask.interval_arrays or p.per_score:
                 return cls(2, 128, stages=3)  # the mask's registers do not fit in three warpgroups' share
             return cls(3, 128, stages=3, q_slots=2 if persistent else 1, blocks=blocks)
@@ -261,7 +261,7 @@ class HopperBackwardTiles:
 class HopperDeepBackwardTiles:
     """The shape of the backward kernel for depths over 128: tiles of 64 queries and 64 keys.
 
-    `d_query_slots` parts of dQ, of 32 columns, are on their way to the GPU's memory; two are written together.
+    `d_query_slots` parts of dQ, of 32 columns, are on their way to the GPU's memory.
     """
 
     q_tile = kv_tile = 64
@@ -269,21 +269,19 @@ class HopperDeepBackwardTiles:
     """Of the query's depth: dQ is made by panels of 64 columns."""
     columns = 32
 
-    d_query_slots: int = 3
+    d_query_slots: int = 2
 
     def __post_init__(self):
-        if self.d_query_slots not in (2, 3, 4):
-            raise ValueError(f"{self.d_query_slots=} must be 2, 3 or 4")
+        if self.d_query_slots not in (1, 2):
+            raise ValueError(f"{self.d_query_slots=} must be 1 or 2: a panel of dQ has two parts")
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, and of dQ's in 32 bits; row vectors take 2 KiB, barriers less than the last."""
         qk_dim, v_dim = -(-qk_dim // self.depth_multiple) * self.depth_multiple, -(-v_dim // 16) * 16
         inputs = 2 * (self.kv_tile + 2 * self.q_tile) * (qk_dim + v_dim)
-        exchange = 2 * self.q_tile * self.kv_tile
-        return inputs + exchange + self.d_query_slots * 4 * self.q_tile * self.columns + (3 << 10)
+        weights_and_scores = 2 * 2 * self.q_tile * self.kv_tile
+        return inputs + weights_and_scores + self.d_query_slots * 4 * self.q_tile * self.columns + (3 << 10)
 
     @classmethod
     def of(cls, problem: Problem) -> HopperDeepBackwardTiles:
-        """The most that fits."""
-        p = problem
-        return next(t for t in (cls(4), cls(3)) if t.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES)
+        return cls()
