@@ -129,7 +129,7 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
     elif kind is HopperBackwardTiles:
         made = itertools.starmap(kind, itertools.product((64, 128), (1, 2, 3), {False, mask == "causal"}))
     else:
-        made = itertools.starmap(kind, [(2,), (3,), (4,)])
+        made = itertools.starmap(kind, [(1,), (2,)])
     return (tiles for tiles in made if tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES)
 
 

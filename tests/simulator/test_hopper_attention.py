@@ -355,16 +355,18 @@ DEEP_FAULTS = {
     "queries not awaited": (DEEP_CASE, StandIn("barrier_wait q_ready"), "read of SMEM"),
     "d_out not awaited": (DEEP_CASE, StandIn("barrier_wait d_out_ready"), "read of SMEM"),
     "P not awaited": (DEEP_CASE, StandIn("barrier_wait weights_ready"), "SMEM"),
+    "P overwritten": (DEEP_CASE, StandIn("barrier_wait weights_consumed"), "write of SMEM"),
     "dS not awaited": (DEEP_CASE, StandIn("barrier_wait scores_ready"), "SMEM"),
     "dS overwritten": (DEEP_CASE, StandIn("barrier_wait scores_consumed"), "write of SMEM"),
     "keys and values overwritten": (DEEP_CASE, StandIn("barrier_wait products_done"), "write of SMEM"),
-    # In the text: each panel of dQ; [finite keys,] P, the next P, dV; [finite values,] dS, the next dS, dK.
+    # In the text: each part of dQ; [finite keys,] P, the next P, dV; [finite values,] dS, the next dS, dK.
     "dQ not committed": (DEEP_CASE, StandIn("commit_smem #2"), "write of SMEM"),
-    "dV not committed": (DEEP_CASE, StandIn("commit_smem #6"), "write of SMEM"),
-    "first dS not committed": (DEEP_CASE, StandIn("commit_smem #7"), "write of SMEM"),
-    "dS not committed": (DEEP_CASE, StandIn("commit_smem #8"), "write of SMEM"),
-    "dK not committed": (DEEP_CASE, StandIn("commit_smem #9"), "write of SMEM"),
-    "finite keys not committed": (MASKED_DEEP, StandIn("commit_smem #4"), "write of SMEM"),
+    "P not committed": (DEEP_CASE, StandIn("commit_smem #8"), "write of SMEM"),
+    "dV not committed": (DEEP_CASE, StandIn("commit_smem #9"), "write of SMEM"),
+    "first dS not committed": (DEEP_CASE, StandIn("commit_smem #10"), "write of SMEM"),
+    "dS not committed": (DEEP_CASE, StandIn("commit_smem #11"), "write of SMEM"),
+    "dK not committed": (DEEP_CASE, StandIn("commit_smem #12"), "write of SMEM"),
+    "finite keys not committed": (MASKED_DEEP, StandIn("commit_smem #7"), "write of SMEM"),
     "dQ's slot overwritten": (DEEP_CASE, StandIn("read wait_smem_to_gmem"), "write of SMEM"),
     "dQ read in flight": (DEEP_CASE, StandIn("wgmma_accumulator_load #3"), "accumulator"),
     "scores read in flight": (DEEP_CASE, StandIn("wgmma_accumulator_load #5"), "accumulator"),
@@ -393,7 +395,7 @@ BACKWARD_EACH_RUN = {
     "queries freed in flight",
     "dK and dV not awaited",
 }
-DEEP_EACH_RUN = {"dS not awaited", "dS overwritten"}
+DEEP_EACH_RUN = {"dS not awaited", "P overwritten"}
 
 
 def _run(module, case, stand_in):

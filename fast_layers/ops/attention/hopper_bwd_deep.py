@@ -3,24 +3,24 @@
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth.
 
 A block owns 64 keys of one key/value head: dK and dV of more would not fit in its registers. Of its three warpgroups
-one keeps dV, one dK, and one sends dQ away; P and dS go from one to the next through one tile of shared memory:
+one keeps dV, one dK, and one sends dQ away; P and dS go from one to the next through shared memory:
 
     value warpgroup                      key warpgroup                        query warpgroup
     ---------------                      -------------                        ---------------
     scores = K Q^T, next step            dK += dS Q                           dQ = dS^T K, from scores_ready, by panels
-    dV += P dO, P in registers           d_weights = V dO^T, next step        adds them to the sum in memory
-    P = 2^(scores - lse), next step      dS = P * (d_weights - delta),
-    -> weights_ready                     next step, from weights_ready
+    dV += P dO                           d_weights = V dO^T, next step        adds them to the sum in memory
+    P = 2^(scores - lse), next step      dS = P * (d_weights - delta), next
+    -> weights_ready                     step, from weights_ready
                                          -> scores_ready
 
 The scores and their gradients are a step ahead of the other products, so that the tensor cores have work while
-exponentials and dS are made. dS takes the place of the P that it was made from; the next P is written when dQ and dK
-have used dS: scores_consumed.
+exponentials and dS are made. There is one P and one dS: weights_consumed and scores_consumed say that the next may be
+written.
 
 There is no load warpgroup: with four, ptxas has 128 registers for a product of 256 columns and refuses. A slot is
 refilled by whoever reads it last: queries by the key warpgroup after dK, output gradients by the value warpgroup after
-dV, when dS of the step has been used, and so d_weights too. Readers of delta and units may be a step behind: these have
-a slot more.
+dV, when P is taken too, which the key warpgroup does after its d_weights. Of row vectors, of which the query warpgroup
+may be a step behind, and whose readers commit a step later, there are more slots.
 
 Blocks add their dQ to one array by TMA, of integers or floats as in hopper_bwd, and for the same reasons.
 
@@ -74,6 +74,8 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     _, q_rows, _, qk_dim = operands.query.shape
     _, kv_rows, _, v_dim = operands.value.shape
     q_tile, kv_tile, columns = tiles.q_tile, tiles.kv_tile, tiles.columns
+    # The key warpgroup gets more than the weights that meet dO, so these stay where they were made.
+    holds_weights = p.softcap is not None or p.dropout_rate > 0
     bytes_per_head = p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
     order = piece_order(p, -(-p.kv_len // kv_tile), bytes_per_head)
     tree = jax.tree.structure(operands)
@@ -151,43 +153,32 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         def _wait():
             plgpu.barrier_wait(ready.at[lax.rem(step, _SLOTS)])
 
-    def wait_for_keys(inputs: Any, s: _Scratch, block: _Block, tile):
-        """A weight of 0 times NaN is NaN, so K or V is mended where something is broken and may be hidden.
-
-        The others see it done when weights_ready says that the first P is there.
-        """
-        broken = None if inputs.broken_keys is None else inputs.broken_keys[block.example, block.kv_head] != 0
-        plgpu.barrier_wait(s.kv_ready)
-        if broken is None:
+    def mend(inputs: Any, block: _Block, tile):
+        """A weight of 0 times NaN is NaN. The others see it done when weights_ready says that the first P is there."""
+        if inputs.broken_keys is None:
             return
 
-        @pl.when(broken)
+        @pl.when(inputs.broken_keys[block.example, block.kv_head] != 0)
         def _mend():
             make_finite(tile)
             plgpu.commit_smem()
 
     def d_value_of(inputs: Any, s: _Scratch, mask: TileMask, logits: TileLogits, block: _Block):
         """What the value warpgroup does."""
-        wait_for_keys(inputs, s, block, s.k_slot.at[0])
+        plgpu.barrier_wait(s.kv_ready)
+        mend(inputs, block, s.k_slot.at[0])
 
         def score_product(acc, step):
             wait_for(s.q_ready, block, step)
             plgpu.wgmma(acc, s.k_slot.at[opaque_zero(step)], s.q_slots.at[lax.rem(step, _SLOTS)].T)
 
-        def tile_of(step):
-            """(where the step's scores stand, whether some are hidden)."""
+        def weights_of(scores, step):
+            """(P, what the key warpgroup gets: P times the soft cap's derivative, negative where it is dropped)."""
             # Past the last step, which a block that no query sees has none of, the tile may not exist.
             head, rows = block.place(step)
             head, q_index = jnp.minimum(head, p.heads - 1), jnp.minimum(lax.div(rows.start, q_tile), last_tile)
             at = {"example": block.example, "head": head, "q_start": q_index * q_tile, "k_start": block.k_start}
-            if not mask.hides:
-                return at, None
-            ragged = mask.ragged_for_keys(block.example, q_index, block.k_start, kv_tile)
-            return at, ragged & (step < block.steps)
-
-        def weights_of(scores, step, at, ragged):
-            """(P, what the key warpgroup gets: P times the soft cap's derivative, negative where it is dropped)."""
-            at = {**at, "q_axis": 1}
+            at["q_axis"] = 1
             lse = by_query(plgpu.load(row_slot(s, _LSE, step), layout=BY_QUERY))
             to_log2, d_cap = p.scale * LOG2_E, None
             if p.softcap is not None:
@@ -202,8 +193,9 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             if mask.hides:
 
                 def hide(scores):
-                    return mask.hide(scores, mask.rows(block.example, at["q_start"], q_tile, 1), **at)
+                    return mask.hide(scores, mask.rows(block.example, q_index * q_tile, q_tile, 1), **at)
 
+                ragged = mask.ragged_for_keys(block.example, q_index, block.k_start, kv_tile) & (step < block.steps)
                 scores = lax.cond(ragged, hide, lambda x: x, scores)
             weights = jnp.exp2(scores * to_log2)
             handed_over = weights if d_cap is None else weights * d_cap
@@ -214,34 +206,32 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             return weights.astype(p.dtype), handed_over.astype(p.dtype)
 
         def hand_over(weights):
-            s.exchange[...] = weights
+            s.weights[...] = weights
             plgpu.commit_smem()
             plgpu.barrier_arrive(s.weights_ready)
 
         def over_queries(d_value):
             def first_weights(acc):
-                tile = tile_of(jnp.int32(0))
                 score_product(acc, jnp.int32(0))
-                weights, handed_over = weights_of(plgpu.wgmma_accumulator_load(acc, wait_n=0), jnp.int32(0), *tile)
+                weights, handed_over = weights_of(plgpu.wgmma_accumulator_load(acc, wait_n=0), jnp.int32(0))
                 hand_over(handed_over)
-                return weights
+                return weights if holds_weights else None
 
             def step(i, weights):
                 slot = lax.rem(i, _SLOTS)
-                tile = tile_of(i + 1)  # before the products, which hide how long memory takes to answer
                 plgpu.barrier_wait(s.d_out_ready.at[slot])
 
                 def next_weights(acc):
                     score_product(acc, i + 1)  # after the last step, of an old query: nobody uses them
-                    plgpu.wgmma(d_value, weights, s.d_out_slots.at[slot])
-                    return weights_of(plgpu.wgmma_accumulator_load(acc, wait_n=1), i + 1, *tile)
+                    plgpu.wgmma(d_value, weights if holds_weights else s.weights, s.d_out_slots.at[slot])
+                    return weights_of(plgpu.wgmma_accumulator_load(acc, wait_n=1), i + 1)
 
                 weights, handed_over = pl.run_scoped(next_weights, score_accumulator)
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_wait(s.scores_consumed)
+                plgpu.barrier_wait(s.weights_consumed)
                 load_d_out(inputs, s, block, i + _SLOTS)
                 hand_over(handed_over)
-                return weights
+                return weights if holds_weights else None
 
             lax.fori_loop(0, block.steps, step, pl.run_scoped(first_weights, score_accumulator))
             return d_value[...]
@@ -250,7 +240,8 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
 
     def d_key_of(inputs: Any, s: _Scratch, logits: TileLogits, block: _Block):
         """What the key warpgroup does."""
-        wait_for_keys(inputs, s, block, s.v_slot)
+        plgpu.barrier_wait(s.kv_ready)
+        mend(inputs, block, s.v_slot)
 
         def d_weight_product(acc, step, delta):
             if not p.dropout_rate:
@@ -263,7 +254,8 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
 
         def d_scores_of(d_weights, delta):
             plgpu.barrier_wait(s.weights_ready)
-            weights = plgpu.load(s.exchange, layout=WGMMA)
+            weights = plgpu.load(s.weights, layout=WGMMA)
+            plgpu.barrier_arrive(s.weights_consumed)
             weights = weights.astype(jnp.float32)
             if p.dropout_rate:
                 d_weights = jnp.where(weights > 0, d_weights * logits.survived, 0.0) + delta
@@ -271,7 +263,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             return (weights * d_weights).astype(p.dtype)
 
         def hand_over(d_scores, step):
-            s.exchange[...] = d_scores
+            s.d_scores[...] = d_scores
             plgpu.commit_smem()
 
             @pl.when(step < block.steps)
@@ -288,14 +280,15 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                 delta = delta_of(i + 1)
 
                 def next_d_weights(acc):
-                    plgpu.wgmma(d_key, s.exchange, s.q_slots.at[lax.rem(i, _SLOTS)])
+                    plgpu.wgmma(d_key, s.d_scores, s.q_slots.at[lax.rem(i, _SLOTS)])
                     d_weight_product(acc, i + 1, delta)  # after the last step, of an old query: nobody uses them
                     plgpu.wgmma_wait(1)
-                    plgpu.barrier_arrive(s.scores_consumed)
                     load_query(inputs, s, block, i + _SLOTS)
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
-                hand_over(d_scores_of(pl.run_scoped(next_d_weights, score_accumulator), delta), i + 1)
+                d_scores = d_scores_of(pl.run_scoped(next_d_weights, score_accumulator), delta)
+                plgpu.barrier_wait(s.scores_consumed)
+                hand_over(d_scores, i + 1)
 
             hand_over(pl.run_scoped(first_scores, score_accumulator), 0)
             lax.fori_loop(0, block.steps, step, None)
@@ -309,7 +302,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         accumulator = plgpu.WGMMAAccumulatorRef((q_tile, PANEL), jnp.float32)
 
         def product(acc, step, start):
-            plgpu.wgmma(acc, s.exchange.T, s.k_slot.at[opaque_zero(step), :, start : start + PANEL])
+            plgpu.wgmma(acc, s.d_scores.T, s.k_slot.at[opaque_zero(step), :, start : start + PANEL])
 
         def step(i, _):
             head, rows = block.place(i)
@@ -319,15 +312,12 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                 units = plgpu.load(row_slot(s, _UNITS, i), layout=BY_ROW, optimized=False)
 
             def add(d_query, start):
-                copies = []
                 for within in range(0, PANEL, columns):
-                    count = i * (qk_dim // columns) + (start + within) // columns
-                    slot = s.d_query_slots.at[lax.rem(count, tiles.d_query_slots)]
-                    plgpu.wait_smem_to_gmem(tiles.d_query_slots - 1 - len(copies), wait_read_only=True)
+                    slot = s.d_query_slots.at[(start + within) // columns % tiles.d_query_slots]
+                    plgpu.wait_smem_to_gmem(tiles.d_query_slots - 1, wait_read_only=True)
                     slot[...] = as_summed(d_query[:, within : within + columns], units)
-                    copies.append((slot, d_query_ref.at[block.example, rows, head, pl.ds(start + within, columns)]))
-                plgpu.commit_smem()
-                for slot, to in copies:
+                    plgpu.commit_smem()
+                    to = d_query_ref.at[block.example, rows, head, pl.ds(start + within, columns)]
                     plgpu.copy_smem_to_gmem(slot, to, reduction_op="add")
 
             def first_panel(acc):
@@ -363,15 +353,17 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         "v_slot": smem_tile(kv_tile, v_dim, dtype=p.dtype),
         "q_slots": smem_tile(_SLOTS, q_tile, qk_dim, dtype=p.dtype),
         "d_out_slots": smem_tile(_SLOTS, q_tile, v_dim, dtype=p.dtype),
-        "exchange": smem_tile(kv_tile, q_tile, dtype=p.dtype),
+        "weights": smem_tile(kv_tile, q_tile, dtype=p.dtype),
+        "d_scores": smem_tile(kv_tile, q_tile, dtype=p.dtype),
         "d_query_slots": smem_tile(tiles.d_query_slots, q_tile, columns, dtype=summed_dtype(p)),
         "row_slots": plgpu.SMEM((_UNITS.stop, q_tile), jnp.float32),
         "kv_ready": plgpu.Barrier(num_arrivals=2),
         "q_ready": plgpu.Barrier(num_arrivals=2 + p.reproducible, num_barriers=_SLOTS),
         "d_out_ready": plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
         "weights_ready": plgpu.Barrier(num_arrivals=1),
+        "weights_consumed": plgpu.Barrier(num_arrivals=1),
         "scores_ready": plgpu.Barrier(num_arrivals=1),
-        "scores_consumed": plgpu.Barrier(num_arrivals=2),
+        "scores_consumed": plgpu.Barrier(num_arrivals=1),
         "products_done": plgpu.Barrier(num_arrivals=len(REGISTERS)),
     }
     d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p)))
@@ -417,13 +409,15 @@ class _Scratch(NamedTuple):
     v_slot: Any
     q_slots: Any
     d_out_slots: Any
-    exchange: Any
+    weights: Any
+    d_scores: Any
     d_query_slots: Any
     row_slots: Any
     kv_ready: Any
     q_ready: Any
     d_out_ready: Any
     weights_ready: Any
+    weights_consumed: Any
     scores_ready: Any
     scores_consumed: Any
     products_done: Any

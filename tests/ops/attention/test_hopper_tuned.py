@@ -188,7 +188,7 @@ class TestTune:
         assert {entry["longest"] for entry in raw["entries"]} == {None}  # the same tiles at both lengths
         assert tuned.find(_problem(is_causal=True), "forward") == HopperForwardTiles(2, 64, stages=2, takes_turns=False)
         assert tuned.find(_problem(depth=128), "backward") == HopperBackwardTiles(64, stages=1)
-        assert tuned.find(_problem(depth=256), "backward") == HopperDeepBackwardTiles(2)
+        assert tuned.find(_problem(depth=256), "backward") == HopperDeepBackwardTiles(1)
 
     def test_keeps_what_it_did_not_time(self, user_file):
         other = _entry(MINE, mask="window")
