@@ -127,7 +127,7 @@ SPILLS = {
     "d128 full, short": (0, 100),
     "d128 full": (0, 100),
     "d128 causal": (72, 290),
-    "d128 causal, grouped": (72, 220),
+    "d128 causal, grouped": (72, 240),
     "d128 any order": (72, 320),
     "d128 window": (40, 270),
     "d128 segments": (24, 350),

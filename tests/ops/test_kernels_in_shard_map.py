@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import fast_layers
 from fast_layers import dispatch
 from fast_layers.arch import Arch
-from fast_layers.ops.ssd.config import HopperForwardTiles
+from fast_layers.ops.ssd.config import HopperForwardTiles, HopperStateTiles
 
 H200 = Arch("cuda", "NVIDIA H200", (9, 0))
 B200 = Arch("cuda", "NVIDIA B200", (10, 0))
@@ -101,9 +101,13 @@ def test_a_split_sequence(monkeypatch):
     monkeypatch.setattr(dispatch, "lowering_targets", lambda: (H200,))
     x = jax.ShapeDtypeStruct((4, 4096, 64), jnp.bfloat16)
     problem = fast_layers.explain(ssd("hopper"), x, a := jax.ShapeDtypeStruct((2,), jnp.float32)).plans[0].problem
-    assert HopperForwardTiles.of(dataclasses.replace(problem, batch=2)).splits > 2
+    of_shard = dataclasses.replace(problem, batch=2)
+    assert HopperForwardTiles.of(of_shard).splits > 2
+    assert HopperStateTiles.of(of_shard).splits > 2
     sharded = jax.shard_map(ssd("hopper"), mesh=_mesh(), in_specs=(P("data"), P()), out_specs=P("data"))
     assert jax.eval_shape(sharded, x, a).shape == (4, 4096, 2, 64)
+    grads = jax.eval_shape(jax.grad(lambda *args: sharded(*args).astype(jnp.float32).sum(), argnums=(0, 1)), x, a)
+    assert [g.shape for g in grads] == [x.shape, a.shape]
 
 
 def test_results_of_a_shard_do_not_pass_for_those_of_all(kernel):

@@ -231,11 +231,14 @@ def test_taken_by_itself_where_it_was_timed_and_only_on_hopper():
     assert "compute capability 9.0" in hopper_call.supports(problem, Arch("cuda", "B200", (10, 0)), "forward")
     with pytest.raises(ValueError, match=r'needs an NVIDIA GPU .* implementation="xla"'):
         fast_layers.ssd(*built.operands[:5], implementation="hopper")
+    problem = dataclasses.replace(problem, length=64, chunk=64)
     for pass_ in PASSES:
-        small = dataclasses.replace(problem, batch=2**17 // (problem.length * problem.heads * problem.head_dim))
+        small = dataclasses.replace(problem, batch=(2**17 - 1) // (problem.length * problem.heads * problem.head_dim))
         choice = choose(BACKENDS, small, H200, pass_)
         assert choice.backend.name == "xla"
         assert "was timed from 131072 numbers in x on" in dict(choice.refusals)["hopper"]
+        short = dataclasses.replace(small, length=63, chunk=63, batch=2**17)
+        assert "would pad 63 tokens" in dict(choose(BACKENDS, short, H200, pass_).refusals)["hopper"]
         large = dataclasses.replace(small, batch=small.batch + 1)
         for state_dim in (64, 256):
             assert (

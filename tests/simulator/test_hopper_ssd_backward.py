@@ -59,8 +59,9 @@ def _check(case: Case, dtype, **tiles) -> None:
 
 
 def test_everything_in_a_split_sequence():
-    """Of a split of one chunk and one of two."""
-    _check(EVERYTHING, jnp.bfloat16, state_tiles=HopperStateTiles(2, 2, splits=2))
+    """Of two splits of one chunk and one of two."""
+    longer = dataclasses.replace(EVERYTHING, length=EVERYTHING.length + 64)
+    _check(longer, jnp.bfloat16, state_tiles=HopperStateTiles(2, 2, splits=3))
 
 
 def test_a_state_of_256():

@@ -39,6 +39,9 @@ def log2_weights(p: Problem, product: Any, bias: Any, lse_log2: Any) -> tuple[An
 def decide(logits: TileLogits, columns: int, *, q_start: Any, **at: Any) -> Any:
     """Keep decisions of [128 keys, `columns` queries] as bits of [128, 8] int32, those of the last columns lowest."""
 
+    assert columns % _DECIDED == 0, columns
+    assert columns // _DECIDED < 32, columns
+
     def decide_next(i, bits):
         keep = logits.keep(shape=(ROWS, _DECIDED), q_start=q_start + i * _DECIDED, **at)
         return 2 * bits + jnp.where(keep, 1, 0)

@@ -19,8 +19,8 @@ written.
 
 There is no load warpgroup: with four, ptxas has 128 registers for a product of 256 columns and refuses. A slot is
 refilled by whoever reads it last: queries by the key warpgroup after dK, output gradients by the value warpgroup after
-dV, when P is taken too, which the key warpgroup does after its d_weights. Of row vectors, of which the query warpgroup
-may be a step behind, and whose readers commit a step later, there are more slots.
+dV, when P is taken too, which the key warpgroup does after its d_weights. Of delta and units, whose readers may be a
+step behind and commit a step later, there are more slots.
 
 Blocks add their dQ to one array by TMA, of integers or floats as in hopper_bwd, and for the same reasons.
 

@@ -19,6 +19,8 @@ def refusal(problem: Problem, pass_) -> str | None:
     sizes = (p.batch, p.q_len, p.kv_len, p.heads, p.kv_heads, p.qk_dim, p.v_dim)
     if reason := refusals.symbolic(sizes):
         return reason
+    if p.batch == 0:
+        return "takes one example or more, got an empty batch"
     if max(p.qk_dim, p.v_dim) > MAX_DEPTH:
         return f"the {pass_} kernel takes depths up to {MAX_DEPTH}, got {p.qk_dim} and {p.v_dim}"
     if p.bias_dtype not in (None, jnp.bfloat16, jnp.float16, jnp.float32):

@@ -130,10 +130,7 @@ def find(problem: Problem, pass_: str) -> Any:
     for table in (user_table(), shipped_table()):
         fitting = [e for e in table if e.kind == kind and (e.longest is None or longest <= e.longest)]
         if fitting:
-            tiles = min(fitting, key=lambda entry: (entry.longest is None, entry.longest)).tiles
-            # Measured without grouped heads, with which it is slower.
-            grouped = isinstance(tiles, HopperBackwardTiles) and p.group > 1
-            return dataclasses.replace(tiles, ragged_apart=False) if grouped else tiles
+            return min(fitting, key=lambda entry: (entry.longest is None, entry.longest)).tiles
     return None
 
 

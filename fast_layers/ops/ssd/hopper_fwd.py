@@ -1,7 +1,8 @@
 """The scan's forward for Hopper (sm_90a): TMA loads, asynchronous wgmma, the state in registers from the first chunk to
 the last.
 
-A block goes through the chunks of one example for one or two panels of 64 channels, of heads of one group. Its roles:
+A block goes through the chunks of one example, or of one split of it, for one or two panels of 64 channels, of heads of
+one group. Its roles:
 
     load warpgroup                            each compute warpgroup, on its own panel
     --------------                            ----------------------------------------

@@ -2,8 +2,8 @@
 and the gradient of the state that leaves it.
 
 Both are one recurrence: from chunk to chunk S becomes decay S + (v * factor)^T W, forwards with x and B, backwards with
-the output's gradient and C. So a block goes through all chunks of an example in one direction, for one or two panels of
-64 channels of heads of one group:
+the output's gradient and C. So a block goes through all chunks of an example, or of one split of it, in one direction,
+for one or two panels of 64 channels of heads of one group:
 
     load warpgroup                        each compute warpgroup, on its own panel
     --------------                        ----------------------------------------

@@ -170,6 +170,12 @@ def test_refuses_symbolic_sizes(name):
         assert hopper_call.supports(problem, H200, pass_) == "needs sizes known when tracing, got symbolic unknown"
 
 
+def test_refuses_an_empty_batch():
+    for pass_ in PASSES:
+        reason = hopper_call.supports(dataclasses.replace(_problem(), batch=0), H200, pass_)
+        assert reason == "takes one example or more, got an empty batch"
+
+
 def test_export_with_symbolic_sizes():
     """What refuses must not break the call."""
     sizes = jax.export.symbolic_shape("b, t, n")

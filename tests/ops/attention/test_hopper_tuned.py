@@ -66,12 +66,6 @@ def test_the_shipped_table_and_the_rules_agree(user_file):
         assert type(entry.tiles).of(problem) == entry.tiles
 
 
-def test_what_was_measured_without_groups_does_not_bind_them(user_file):
-    _write(user_file, _entry(HopperBackwardTiles(128, 1, True), pass_="backward"))
-    assert tuned.find(_problem(is_causal=True), "backward") == HopperBackwardTiles(128, 1, True)
-    assert tuned.find(_problem(is_causal=True, group=4), "backward") == HopperBackwardTiles(128, 1, False)
-
-
 def test_the_users_table_comes_first_and_covers_what_it_covers(user_file):
     _write(user_file, _entry(MINE, longest=1024), _entry(HopperForwardTiles(2, 128, stages=2), longest=3000))
     causal = {"is_causal": True}
