@@ -348,7 +348,7 @@ def _run(module, case, *events):
     pass_ = "forward" if module is blackwell_fwd else "backward"
     patches = (FORWARD_TILES, *((FUSED_TILES,) if module is blackwell_bwd_fused else ()))
     with without(module, *events, patches=patches) as stand_in:
-        return stand_in, judge(case, backend=BLACKWELL, supports=only(pass_), timeout=10.0)
+        return stand_in, judge(case, backend=BLACKWELL, supports=only(pass_), timeout=20.0)
 
 
 @pytest.mark.exhaustive

@@ -201,7 +201,7 @@ def test_without_a_fault_nothing_is_found(case, tiles):
 def test_a_planted_fault_is_found(name):
     (case, tiles), events, text = FAULTS[name]
     with _without(*events) as stand_in:
-        _, simulation = _simulated(case, tiles=tiles, timeout=10.0)
+        _, simulation = _simulated(case, tiles=tiles, timeout=20.0)
     assert stand_in.hits > 0, "the kernel has no such event any more"
     assert simulation.faulty
     assert text in "\n".join([*simulation.races, simulation.failure or ""]), simulation.report()
@@ -222,7 +222,7 @@ def test_a_wrong_slot_is_found():
 
     with _without() as stand_in:
         stand_in.copy_gmem_to_smem = copy_elsewhere
-        built, simulation = _simulated(TWO_HEADS[0], tiles=BlackwellForwardTiles(2, 64, 2), timeout=10.0)
+        built, simulation = _simulated(TWO_HEADS[0], tiles=BlackwellForwardTiles(2, 64, 2), timeout=20.0)
     assert stand_in.hits > 0
     assert simulation.faulty or not judge(simulation.outputs[0], built.oracle().out, plain(built)[0], name="out").ok
 

@@ -266,7 +266,7 @@ def test_alone_they_have_no_fault(kernel):
 )
 def test_a_planted_fault_is_found(kernel, name):
     with _without(kernel, FAULTS[kernel][name]) as stand_in:
-        simulation = _alone(kernel, timeout=10.0)
+        simulation = _alone(kernel, timeout=20.0)
     assert stand_in.hits > 0, "the kernel has no such event any more"
     assert simulation.faulty
 
@@ -287,7 +287,7 @@ def test_a_wrong_slot_is_found(kernel, slots):
 
     with _without(kernel) as stand_in:
         stand_in.copy_gmem_to_smem = copy_elsewhere
-        simulation = _alone(kernel, timeout=10.0)
+        simulation = _alone(kernel, timeout=20.0)
     assert stand_in.hits > 0
     assert simulation.faulty
 

@@ -198,7 +198,7 @@ def _plant(fault: StandIn, case: Case) -> None:
         problem, inputs, aux = problem_of(built)
         tiles = HopperForwardTiles(2, 2)
         simulation = simulate(
-            lambda inputs, aux: hopper_fwd.scan(problem, inputs, aux, tiles), inputs, aux, timeout=6.0
+            lambda inputs, aux: hopper_fwd.scan(problem, inputs, aux, tiles), inputs, aux, timeout=12.0
         )
     assert stand_in.hits, "nothing was changed"
     assert simulation.faulty

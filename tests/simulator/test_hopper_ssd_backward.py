@@ -177,7 +177,7 @@ TELLING = {("states", "what is stored is not committed"), ("gradients", "the gra
 def test_a_planted_fault_is_found(kernel, name):
     module = {"states": hopper_states, "gradients": hopper_bwd}[kernel]
     with changed(FAULTS[kernel][name], kernel=module) as stand_in:
-        simulation = _states_alone(timeout=6.0) if kernel == "states" else _gradients_alone(timeout=6.0)
+        simulation = _states_alone(timeout=12.0) if kernel == "states" else _gradients_alone(timeout=12.0)
     assert stand_in.hits, "nothing was changed"
     assert simulation.faulty
 
