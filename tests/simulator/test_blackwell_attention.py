@@ -29,7 +29,7 @@ from fast_layers.ops.attention.problem import Residuals
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
 from simulator.attention import judge, only
-from simulator.blackwell_attention import BLACKWELL, Without, forward_tiles, patched, without
+from simulator.blackwell_attention import BLACKWELL, Without, forward_tiles, patched, tells, without
 from simulator.test_hopper_attention import CASES
 
 pytestmark = pytest.mark.simulator
@@ -166,7 +166,7 @@ def test_offered_pieces(event, text):
         assert stand_in.hits > 0
         (sim,) = judged.simulations[-1:]
         assert sim.faulty
-        assert text in "\n".join([*sim.races, sim.failure or ""]), sim.report()
+        assert tells(sim, text), sim.report()
     else:
         assert not judged.faulty, judged.report()
         assert judged.table.ok, judged.report()
@@ -376,7 +376,7 @@ def _found(module, case, events, text):
     assert stand_in.hits > 0, "the kernel has no such event any more"
     (sim,) = judged.simulations[-1:]
     assert sim.faulty
-    assert text in "\n".join([*sim.races, sim.failure or ""]), sim.report()
+    assert tells(sim, text), sim.report()
 
 
 @pytest.mark.parametrize("fault", some_each_run(FORWARD_FAULTS, LEAN_FAULTS[blackwell_fwd]))

@@ -14,7 +14,7 @@ from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
 from fast_layers.ops.attention.blackwell_tile import ROWS
 from fast_layers.ops.attention.config import packs_heads
 from fast_layers.testing import simulate
-from simulator.blackwell_attention import without
+from simulator.blackwell_attention import tells, without
 from simulator.test_hopper_decode import CASES, Case, lengths
 
 pytestmark = pytest.mark.simulator
@@ -95,4 +95,4 @@ def test_planted_fault_is_found(fault):
         sim = simulate(lambda inputs: blackwell_fwd.attend(problem, inputs, aux, tiles), inputs, timeout=20.0)
     assert stand_in.hits > 0, "the kernel has no such event any more"
     assert sim.faulty
-    assert text in "\n".join([*sim.races, sim.failure or ""]), sim.report()
+    assert tells(sim, text), sim.report()

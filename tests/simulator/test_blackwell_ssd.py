@@ -26,7 +26,7 @@ from fast_layers.ops.ssd.blackwell_config import (
     BlackwellForwardTiles,
 )
 from fast_layers.testing import simulate
-from simulator.blackwell_attention import Without
+from simulator.blackwell_attention import Without, tells
 from simulator.ssd import plain, problem_of
 
 pytestmark = pytest.mark.simulator
@@ -204,7 +204,7 @@ def test_a_planted_fault_is_found(name):
         _, simulation = _simulated(case, tiles=tiles, timeout=20.0)
     assert stand_in.hits > 0, "the kernel has no such event any more"
     assert simulation.faulty
-    assert text in "\n".join([*simulation.races, simulation.failure or ""]), simulation.report()
+    assert tells(simulation, text), simulation.report()
 
 
 @pytest.mark.exhaustive
