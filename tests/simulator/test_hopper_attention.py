@@ -326,7 +326,6 @@ BACKWARD_FAULTS = {
         StandIn("barrier_wait scores_ready", "barrier_arrive scores_ready"),
         "read of SMEM",
     ),
-    "dS not exchanged, columns": (COLUMNS, StandIn("barrier_wait scores_ready", "barrier_arrive scores_ready"), "SMEM"),
     # In the text: [finite keys, finite queries,] dS, dQ, the last dQ, dK and dV.
     "dS not committed": (BACKWARD_CASE, StandIn("commit_smem #1"), "write of SMEM"),
     "dQ not committed": (BACKWARD_CASE, StandIn("commit_smem #2"), "write of SMEM"),
@@ -388,7 +387,7 @@ FORWARD_EACH_RUN = {
 BACKWARD_EACH_RUN = {
     "d_out not awaited",
     "queries overwritten",
-    "dS not exchanged, columns",
+    "dS not exchanged",
     "dS not committed",
     "finite keys not committed",
     "dQ read in flight",
