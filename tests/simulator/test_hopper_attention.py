@@ -375,7 +375,7 @@ DEEP_FAULTS = {
 }
 
 # One fault of each kind: a load that is not awaited, a slot written too soon, freed too soon, an accumulator in flight,
-# a missing commit, an exchange that is not awaited, a store that is not.
+# a missing commit, a store that is not awaited. A missing exchange shows by how threads happen to run.
 FORWARD_EACH_RUN = {
     "keys not awaited",
     "values overwritten",
@@ -387,7 +387,6 @@ FORWARD_EACH_RUN = {
 BACKWARD_EACH_RUN = {
     "d_out not awaited",
     "queries overwritten",
-    "dS not exchanged",
     "dS not committed",
     "finite keys not committed",
     "dQ read in flight",
