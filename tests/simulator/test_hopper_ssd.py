@@ -90,6 +90,14 @@ def test_splits_have_a_chunk_at_least():
         simulated(_case(length=190), tiles=HopperForwardTiles(2, splits=4))
 
 
+def test_a_second_launch_changes_no_bit():
+    case = _case(length=180, heads=4, D="head", z=True, segments="rows", initial_state=True)
+    # Of two blocks of two panels, the second leaves two of its three chunks to the second launch.
+    whole, two = (simulated(case, tiles=tiles)[1].check() for tiles in (None, HopperForwardTiles(2, 2, 1, 1, 2)))
+    for got, want in zip(two, whole, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_float16():
     built, simulation = simulated(CASES["documents"], jnp.float16)
     want = built.oracle()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import math
 
 from fast_layers.ops.ssd.problem import Problem
 
@@ -31,7 +33,10 @@ _BLOCK_COSTS, _SPLITTING_COSTS, _SPLITS_SQUARED_COSTS = 2, 4, 1 / 512
 each panel of an example and the splits' square (XLA's fusion begins anew for each), carrying states from one to the
 next."""
 _NEGLIGIBLE = 1.05
-"""Such a part of the time is not worth more splits."""
+"""Such a part of the time is not worth more splits, nor a second launch."""
+_LAUNCH_COSTS = 2
+"""In chunks, of a second launch."""
+_LATE_CHOICES = 64
 
 
 def panels(head_dim: int) -> int:
@@ -53,15 +58,22 @@ def spans(state_dim: int) -> int:
 class HopperForwardTiles:
     """The forward kernel's shape: `compute_wgs` warpgroups, each with a panel of 64 channels of one head and all heads
     of one group, or both with one panel, of whose state each has one of two `spans`; `stages` chunks on their way from
-    memory, and the sequence in `splits` with blocks of their own."""
+    memory, and the sequence in `splits` with blocks of their own. The last `late_chunks` of the last `late_blocks` are
+    left to a second launch."""
 
     compute_wgs: int
     stages: int = 2
     splits: int = 1
+    late_blocks: int = 0
+    late_chunks: int = 0
 
     def __post_init__(self):
         if self.splits < 1:
             raise ValueError(f"{self.splits=} must be at least 1")
+        if min(self.late_blocks, self.late_chunks) < 0 or (self.late_blocks == 0) != (self.late_chunks == 0):
+            raise ValueError(f"{self.late_blocks=} and {self.late_chunks=} must both be 0 or both at least 1")
+        if self.late_blocks and self.splits > 1:
+            raise ValueError(f"{self.late_blocks=} must be 0 with {self.splits=}: each split has its own last chunk")
         if self.compute_wgs not in (1, 2):
             raise ValueError(f"{self.compute_wgs=} must be 1 or 2: a third would leave too few registers for the state")
         if self.stages < 2:
@@ -71,11 +83,11 @@ class HopperForwardTiles:
     def compute_registers(self) -> int:
         """Per thread. What a block is launched with is dealt out anew, in steps of 8; a block that asks for more waits
         for ever."""
-        return {1: 240, 2: 224}[self.compute_wgs]
+        return {1: 248, 2: 224}[self.compute_wgs]
 
     @property
     def load_registers(self) -> int:
-        return {1: 208, 2: 56}[self.compute_wgs]
+        return {1: 200, 2: 56}[self.compute_wgs]
 
     def panels(self, state_dim: int) -> int:
         """Of one block."""
@@ -100,15 +112,44 @@ class HopperForwardTiles:
         count = spans(p.state_dim)
         even = count == 1 and p.heads_per_group * panels(p.head_dim) % 2 == 0
         choices = [(each, stages) for each in ((2, 1) if even else (1,)) for stages in range(_DEEPEST_RING, 1, -1)]
-        fitting = (cls(count * each, stages, _splits(p, each, sweeps=1, states_cost=0.35)) for each, stages in choices)
-        return next(tiles for tiles in fitting if tiles.smem_bytes(p.state_dim, p.gated) <= HOPPER_SMEM_BYTES)
+        fitting = (cls(count * each, stages) for each, stages in choices)
+        tiles = next(tiles for tiles in fitting if tiles.smem_bytes(p.state_dim, p.gated) <= HOPPER_SMEM_BYTES)
+        splits, time = _splits(p, block_panels := tiles.panels(p.state_dim), sweeps=1, states_cost=0.35)
+        late_chunks, late_time = _late_chunks(-(-p.length // ROWS), _blocks(p, block_panels))
+        if late_time * _NEGLIGIBLE < time:
+            return dataclasses.replace(tiles, late_blocks=MULTIPROCESSORS, late_chunks=late_chunks)
+        return dataclasses.replace(tiles, splits=splits)
 
 
-def _splits(p: Problem, block_panels: int, sweeps: int, states_cost: float) -> int:
-    """The fewest with which all blocks are expected to end as early as they can. What each but the last adds to a state
-    is found before, of which a chunk takes `states_cost` of a chunk of what is split."""
+def _blocks(p: Problem, block_panels: int) -> int:
+    return p.batch * p.heads * panels(p.head_dim) // block_panels
+
+
+def _late_chunks(chunks: int, blocks: int) -> tuple[int, float]:
+    """With one late block for each multiprocessor: its chunks, so that all end as early as they can, and when that is,
+    in chunks in turn."""
+
+    def chunks_in_turn(late: int) -> float:
+        whole, early = chunks + _BLOCK_COSTS, chunks - late + _BLOCK_COSTS
+        turns, more = divmod(blocks - MULTIPROCESSORS, MULTIPROCESSORS)
+        ends = [turns * whole] * (MULTIPROCESSORS - more) + [(turns + 1) * whole] * more
+        for _ in range(MULTIPROCESSORS):
+            heapq.heapreplace(ends, ends[0] + early)
+        return max(ends) + late + _BLOCK_COSTS + _LAUNCH_COSTS
+
+    if blocks < MULTIPROCESSORS or chunks < 2 * _FEWEST_CHUNKS:
+        return 0, math.inf
+    step = max(chunks // _LATE_CHOICES, 1)
+    times = {late: chunks_in_turn(late) for late in range(_FEWEST_CHUNKS, chunks - _FEWEST_CHUNKS + 1, step)}
+    return min(times.items(), key=lambda choice: choice[1])
+
+
+def _splits(p: Problem, block_panels: int, sweeps: int, states_cost: float) -> tuple[int, float]:
+    """The fewest with which all blocks are expected to end as early as they can, and when that is, in chunks in turn.
+    What each but the last adds to a state is found before, of which a chunk takes `states_cost` of a chunk of what is
+    split."""
     chunks = -(-p.length // ROWS)
-    blocks = sweeps * p.batch * p.heads * panels(p.head_dim) // block_panels
+    blocks = sweeps * _blocks(p, block_panels)
 
     def chunks_in_turn(splits: int) -> float:
         one = -(-chunks // splits) + _BLOCK_COSTS
@@ -120,7 +161,7 @@ def _splits(p: Problem, block_panels: int, sweeps: int, states_cost: float) -> i
         )
 
     times = [chunks_in_turn(n) for n in range(1, min(max(chunks // _FEWEST_CHUNKS, 1), MULTIPROCESSORS) + 1)]
-    return 1 + next(i for i, time in enumerate(times) if time <= _NEGLIGIBLE * min(times))
+    return next((n, time) for n, time in enumerate(times, 1) if time <= _NEGLIGIBLE * min(times))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +194,8 @@ class HopperStateTiles:
     def of(cls, problem: Problem) -> HopperStateTiles:
         """Two warpgroups where a group's panels are even."""
         wgs = 2 if problem.heads_per_group * panels(problem.head_dim) % 2 == 0 else 1
-        return cls.fitting(wgs, problem.state_dim, _splits(problem, wgs, sweeps=2, states_cost=0.85))
+        splits, _ = _splits(problem, wgs, sweeps=2, states_cost=0.85)
+        return cls.fitting(wgs, problem.state_dim, splits)
 
     @classmethod
     def fitting(cls, compute_wgs: int, state_dim: int, splits: int) -> HopperStateTiles:

@@ -90,30 +90,46 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
     assert not rest, f"a block's {block_units} panels must divide the {group_units} of a group"
     tree = jax.tree.structure(operands)
 
-    def ssd_forward(*refs, **scratch):
+    blocks = p.batch * splits * p.groups * packs
+    assert tiles.late_blocks <= blocks, f"{tiles.late_blocks=} must be at most all {blocks} blocks"
+    assert tiles.late_chunks < chunks, f"{tiles.late_chunks=} must be less than all {chunks} chunks"
+
+    def roles(late: bool, *refs: Any, **scratch: Any):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         out_ref, final_ref = refs[tree.num_leaves :]
         absent = dict.fromkeys(("z_slots", "first_slots", "share_ready", "share_taken"))
         s = _Scratch(**{**absent, **scratch})
-        warpgroup, block = lax.axis_index("warpgroup"), part()
+        warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == wgs)
         def _load():
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
+            block = part(late)
             lax.fori_loop(block.first_chunk, block.end_chunk, functools.partial(load, inputs, s, block), None)
 
         @pl.when(warpgroup < wgs)
         def _compute():
             plgpu.set_max_registers(tiles.compute_registers, action="increase")
+            block = part(late)
             panel, span = (warpgroup, 0) if state_spans == 1 else (0, warpgroup)
-            compute(inputs, s, out_ref, final_ref, block, _Place(block.first_unit + panel, warpgroup, panel, span))
+            at = _Place(block.first_unit + panel, warpgroup, panel, span)
+            states = pl.ds(span * span_dim, span_dim)
+            final = final_ref.at[block.example, at.unit, :, states]
+            start = None if inputs.initial_state is None else inputs.initial_state.at[block.row, at.unit, :, states]
+            compute(inputs, s, out_ref, final if late else start, final, block, at)
 
-    def part() -> _Part:
+    def part(late: bool) -> _Part:
         block = lax.axis_index("block")
+        if late:
+            block += blocks - tiles.late_blocks
         row, pack = lax.div(block, p.groups * packs), lax.rem(block, p.groups * packs)
         example, split = (row, 0) if splits == 1 else (lax.div(row, splits), lax.rem(row, splits))
-        first_and_end = hopper_states.split_chunks(splits, chunks, split)
-        return _Part(row, example, *first_and_end, lax.div(pack, packs), pack * block_units)
+        first, end = hopper_states.split_chunks(splits, chunks, split)
+        if late:
+            first = chunks - tiles.late_chunks
+        elif tiles.late_blocks:
+            end -= tiles.late_chunks * (block >= blocks - tiles.late_blocks).astype(jnp.int32)
+        return _Part(row, example, first, end, lax.div(pack, packs), pack * block_units)
 
     def load(inputs: Any, s: _Scratch, at: _Part, chunk, _):
         step, tokens = chunk - at.first_chunk, pl.ds(chunk * ROWS, ROWS)
@@ -138,13 +154,10 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
             if inputs.z is not None:
                 plgpu.copy_gmem_to_smem(inputs.z.at[at.example, tokens, unit], s.z_slots.at[slot, panel], ready)
 
-    def compute(inputs: Any, s: _Scratch, out_ref, final_ref, block: _Part, at: _Place):
-        states = pl.ds(at.span * span_dim, span_dim)
-
+    def compute(inputs: Any, s: _Scratch, out_ref, start_ref, final_ref, block: _Part, at: _Place):
         def over_chunks(state_acc):
-            if inputs.initial_state is not None:
-                start = inputs.initial_state.at[block.row, at.unit, :, states]
-                state_acc[...] = plgpu.load(start, layout=WGMMA, optimized=False)
+            if start_ref is not None:
+                state_acc[...] = plgpu.load(start_ref, layout=WGMMA, optimized=False)
 
             def step(chunk, _):
                 slot = lax.rem(chunk - block.first_chunk, ring)
@@ -162,10 +175,10 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
 
         final = pl.run_scoped(over_chunks, plgpu.WGMMAAccumulatorRef((ROWS, span_dim), jnp.float32))
 
-        # Asked of what the loop has in registers anyway.
-        @pl.when(block.end_chunk == chunks)
+        # Asked of what the loop has in registers anyway. A second launch begins with this, where there is one.
+        @pl.when(block.end_chunk == chunks if splits > 1 else True)
         def _end():
-            final_ref.at[block.example, at.unit, :, states][...] = final
+            final_ref[...] = final
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -269,19 +282,34 @@ def _launch(tiles: HopperForwardTiles, p: Problem, operands: Operands):
         "consumed": plgpu.Barrier(num_arrivals=wgs, num_barriers=ring),
         **({name: plgpu.Barrier(num_arrivals=1) for name in ("share_ready", "share_taken") if state_spans > 1}),
     }
-    return plgpu.kernel(
-        ssd_forward,
+
+    def launch(late: bool, *given: Any, out_type: Any = ()):
+        def ssd_forward(*refs, **scratch):
+            roles(late, *refs, **scratch)
+
+        return plgpu.kernel(
+            ssd_forward,
+            out_type=out_type,
+            grid=(tiles.late_blocks if late else blocks,),
+            grid_names=("block",),
+            num_threads=wgs + 1,
+            thread_name="warpgroup",
+            scratch_types=scratch,
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+        )(*jax.tree.leaves(operands), *given)
+
+    out, final = launch(
+        False,
         out_type=(
             jax.ShapeDtypeStruct((p.batch, length, units, ROWS), p.dtype),
             jax.ShapeDtypeStruct((p.batch, units, ROWS, state_dim), jnp.float32),
         ),
-        grid=(p.batch * splits * p.groups * packs,),
-        grid_names=("block",),
-        num_threads=wgs + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*jax.tree.leaves(operands))
+    )
+    if not tiles.late_blocks:
+        return out, final
+    out_ref, final_ref = jax.new_ref(out), jax.new_ref(final)
+    launch(True, out_ref, final_ref)
+    return out_ref[...], final_ref[...]
 
 
 def share_parts(share: Float[Array, "Q P"], dtype: Any) -> tuple[Array, Array]:
