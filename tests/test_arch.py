@@ -29,14 +29,19 @@ def default_device(request, monkeypatch):
 def test_the_choice_for_blackwell_does_not_depend_on_the_default_device():
     q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
     x, w = (jax.ShapeDtypeStruct((64, 64), jnp.bfloat16) for _ in range(2))
+    scanned, b = (jax.ShapeDtypeStruct((1, 256, n, 64), jnp.bfloat16) for n in (2, 1))
+    dt, a = jax.ShapeDtypeStruct((1, 256, 2), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.float32)
 
-    def both(q, x, w):
+    def all_three(q, x, w, scanned, dt, a, b):
         fast_layers.dot_product_attention(q, q, q, is_causal=True, implementation="blackwell")
         fast_layers.mlp(x, w, w, implementation="blackwell")
+        fast_layers.ssd(scanned, dt, a, b, b, implementation="blackwell")
 
     with jax.sharding.use_abstract_mesh(_mesh_of("NVIDIA B200")):
         assert lowering_targets() == (Arch("cuda", "NVIDIA B200", (10, 0)),)
-        for plan in fast_layers.explain(both, q, x, w).plans:
+        plans = fast_layers.explain(all_three, q, x, w, scanned, dt, a, b).plans
+        assert len(plans) == 3
+        for plan in plans:
             for choice in (*plan.forward, *plan.backward):
                 assert (choice.backend.name, choice.arch.capability) == ("blackwell", (10, 0))
 
