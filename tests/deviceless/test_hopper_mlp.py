@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from deviceless.mlp import LAUNCHES, MORE, WEIGHTS, Launch, together
-from fast_layers.ops.mlp.config import HOPPER_SMEM_BYTES, HopperMatmulTiles
+from fast_layers.ops.mlp.config import HOPPER_SMEM_BYTES, HopperFewRowsTiles, HopperMatmulTiles
+from fast_layers.ops.mlp.hopper_matmul import tiles_of
 from fast_layers.testing import Compilation, compile_all_for
 from fast_layers.testing.deviceless import missing_wheels
 
@@ -24,19 +25,21 @@ SPILLS = {
     "backward, gated": 32,
     "backward, gated, deep": 24,
     "backward, gated, biases": 32,
-    "few rows, gated": 24,
 }
 MOST_SECONDS = 90.0
 
 
-def _chosen(launches: Sequence[Launch]) -> HopperMatmulTiles:
+Tiles = HopperMatmulTiles | HopperFewRowsTiles
+
+
+def _chosen(launches: Sequence[Launch]) -> Tiles:
     first = launches[0]
     if len(launches) == 1:
-        return HopperMatmulTiles.of(first.rows, first.columns, first.depth, first.matmul.needs, first.terms)
+        return tiles_of(first.matmul)
     return HopperMatmulTiles.of_several([(x.rows, x.columns) for x in launches], first.depth, first.matmul.needs)
 
 
-def _compilation(launches: Sequence[Launch], tiles: HopperMatmulTiles) -> Compilation:
+def _compilation(launches: Sequence[Launch], tiles: Tiles) -> Compilation:
     if len(launches) == 1:
         return launches[0].compilation("hopper_matmul", tiles)
     return together(launches, tiles)

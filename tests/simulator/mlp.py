@@ -14,9 +14,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from ops.mlp import cases
 
-from fast_layers.ops.mlp import blackwell_matmul, hopper_matmul, reference, xla
+from fast_layers.ops.mlp import blackwell_matmul, hopper_few_rows, hopper_matmul, reference, xla
 from fast_layers.ops.mlp.blackwell_config import BlackwellMatmulTiles
-from fast_layers.ops.mlp.config import HopperMatmulTiles
+from fast_layers.ops.mlp.config import HopperFewRowsTiles, HopperMatmulTiles
 from fast_layers.ops.mlp.epilogue import Epilogue, Plain
 from fast_layers.ops.mlp.float8 import FORMATS, Float8
 from fast_layers.ops.mlp.matmul import Matmul, Operands
@@ -26,7 +26,11 @@ from fast_layers.testing.closeness import assert_trees_close
 from simulator.attention import StandIn
 
 PLAIN = Plain()
-Tiles = HopperMatmulTiles | BlackwellMatmulTiles
+KERNELS = {
+    HopperMatmulTiles: hopper_matmul,
+    HopperFewRowsTiles: hopper_few_rows,
+    BlackwellMatmulTiles: blackwell_matmul,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Launch:
     rows: int
     columns: int
     depth: int
-    tiles: Tiles
+    tiles: HopperMatmulTiles | HopperFewRowsTiles | BlackwellMatmulTiles
     epilogue: Epilogue = PLAIN
     terms: int = 1
     a_turned: bool = False
@@ -56,7 +60,7 @@ class Launch:
     @property
     def kernel(self) -> Any:
         """Its module."""
-        return blackwell_matmul if isinstance(self.tiles, BlackwellMatmulTiles) else hopper_matmul
+        return KERNELS[type(self.tiles)]
 
     def operands(self) -> Operands:
         rng = np.random.default_rng(0)

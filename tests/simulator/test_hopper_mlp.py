@@ -11,7 +11,7 @@ import pytest
 from ops.mlp import cases
 
 from fast_layers.ops.mlp import hopper_call, hopper_matmul, reference, xla
-from fast_layers.ops.mlp.config import HopperMatmulTiles
+from fast_layers.ops.mlp.config import HopperFewRowsTiles, HopperMatmulTiles
 from fast_layers.ops.mlp.epilogue import Activate, Differentiate, Plain
 from fast_layers.ops.mlp.problem import Inputs, Problem
 from fast_layers.testing import simulate
@@ -51,6 +51,8 @@ CASES = {
         1, 72, 136, dataclasses.replace(IN_TURNS, splits=4), Differentiate("silu", (True,)), terms=2, b_turned=True
     ),
     "float16": Launch(70, 72, 136, TOGETHER, Activate("gelu_tanh", GATED), dtype=jnp.float16),
+    "one token": Launch(1, 200, 456, HopperFewRowsTiles(8, 3), Activate("relu", (True,))),
+    "tokens, gated, split depth": Launch(19, 136, 456, HopperFewRowsTiles(24, 2, 3), Activate("silu", GATED)),
 }
 WIDE = {
     "gelu, several pieces": Launch(130, 136, 72, HopperMatmulTiles(128, 128, 2, ping_pong=True), Activate("gelu")),
@@ -96,13 +98,14 @@ TWO_PIECES = dataclasses.replace(
 )
 NO_SUMS = dataclasses.replace(BACKWARD, epilogue=Differentiate("relu"))
 ALONE = Launch(130, 136, 330, TOGETHER)
+FEW = Launch(12, 200, 330, HopperFewRowsTiles(16, 2))
 PAIRED = Launch(330, 136, 330, PAIR)
 
 
 @pytest.mark.parametrize(
     ("launch", "blocks"),
-    [(FORWARD, ONE_BLOCK), (BACKWARD, ONE_BLOCK), (ALONE, ONE_BLOCK), (PAIRED, ONE_PAIR)],
-    ids=["forward", "backward", "alone", "paired"],
+    [(FORWARD, ONE_BLOCK), (BACKWARD, ONE_BLOCK), (ALONE, ONE_BLOCK), (PAIRED, ONE_PAIR), (FEW, ONE_BLOCK)],
+    ids=["forward", "backward", "alone", "paired", "few rows"],
 )
 def test_blocks_that_take_several_tiles(launch, blocks):
     stand_in = StandIn()
@@ -164,12 +167,32 @@ FAULTS = {
     "what is read overwritten": (NO_SUMS, StandIn("commit_smem"), "read of SMEM"),
     "sums not committed": (BACKWARD, StandIn("commit_smem #2"), "write of SMEM"),
     "sums overwritten by what is read next": (TWO_PIECES, StandIn("commit_smem #2"), "read of SMEM"),
+    "few rows' operands overwritten": (FEW, StandIn("barrier_wait consumed"), "write of SMEM"),
+    "few rows' products read in flight": (FEW, StandIn("wgmma_wait #2"), "accumulator"),
+    "few rows' results overwritten": (FEW, StandIn("read wait_smem_to_gmem"), "write of SMEM"),
+}
+MORE_FAULTS = {
+    "few rows' operands not awaited": (FEW, StandIn("barrier_wait ready"), "read of SMEM"),
+    "few rows' operands freed in flight": (FEW, StandIn(early=("consumed", "x_slots")), "read of SMEM"),
+    "few rows' step before not awaited": (FEW, StandIn("wgmma_wait #1"), "read of SMEM"),
+    "few rows' wrong slot filled": (FEW, Slip(one_slot="x_slots"), "write of SMEM"),
+    "few rows' results not committed": (FEW, StandIn("commit_smem"), "write of SMEM"),
+    "few rows' stores not awaited": (FEW, StandIn("wait_smem_to_gmem", "read wait_smem_to_gmem"), ""),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found(fault):
-    launch, stand_in, access = FAULTS[fault]
+    _assert_found(*FAULTS[fault])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", MORE_FAULTS)
+def test_planted_fault_is_found_more(fault):
+    _assert_found(*MORE_FAULTS[fault])
+
+
+def _assert_found(launch: Launch, stand_in: StandIn, access: str) -> None:
     with changed(launch.kernel, stand_in, ONE_PAIR if launch is PAIRED else ONE_BLOCK):
         sim = run(launch, timeout=20.0)
     assert stand_in.hits > 0, "the kernel has no such event any more"

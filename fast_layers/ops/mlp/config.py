@@ -15,9 +15,13 @@ LOAD_REGISTERS = 40
 DEPTH_TILE = 64
 PIECE = 64
 """Rows and columns of what an epilogue works on at a time."""
+FEW_ROWS = 64
+WEIGHT_COLUMNS = 64
+"""Of a warpgroup, in the matmul of few rows."""
 _ACCUMULATOR_REGISTERS = 128
 _COLUMNS = (64, 128, 256)
 _MOST_STAGES = 8
+_MOST_STAGES_OF_FEW_ROWS = 12
 _ENOUGH_STAGES = 5
 _ITEMSIZE = 2
 _PIECE_BYTES = PIECE * PIECE * _ITEMSIZE
@@ -113,7 +117,7 @@ class HopperMatmulTiles:
             # Half as many parts, of half as many columns: half the bytes for XLA to add up.
             widest, most = 128, most // 2
         splits = -(-steps // -(-steps // most))  # none is empty
-        return cls(64, widest, ping_pong=rows <= _FEW_ROWS, pieces=1, splits=splits)._deepened(needs)
+        return cls(64, widest, ping_pong=rows <= FEW_ROWS, pieces=1, splits=splits)._deepened(needs)
 
     @classmethod
     def of_several(cls, shapes: Sequence[tuple[int, int]], depth: int, needs: EpilogueNeeds) -> HopperMatmulTiles:
@@ -129,7 +133,7 @@ class HopperMatmulTiles:
     @classmethod
     def _unsplit(cls, rows: int, columns: int, depth: int, needs: EpilogueNeeds) -> HopperMatmulTiles:
         widest = min(256 // needs.products, next((c for c in _COLUMNS if c >= columns), _COLUMNS[-1]))
-        if rows <= _FEW_ROWS:
+        if rows <= FEW_ROWS:
             # The weights' bytes are what it waits for: as many blocks as there are columns to load.
             narrow = columns <= HOPPER_SMS * 64
             return cls(64, min(64 if narrow else 128, widest), ping_pong=True, pieces=1)._deepened(needs)
@@ -146,7 +150,7 @@ class HopperMatmulTiles:
     def _halved_if_sooner(self, rows: int, columns: int, needs: EpilogueNeeds) -> HopperMatmulTiles:
         """With tiles of half the size, where they need so much less than twice the rounds that it pays for their
         traffic."""
-        if rows <= _FEW_ROWS or needs.products > 1 or self.rows * self.columns < 128 * 128:
+        if rows <= FEW_ROWS or needs.products > 1 or self.rows * self.columns < 128 * 128:
             return self
         smaller = {"rows": 64} if self.rows == 128 else {"columns": self.columns // 2}
         half = dataclasses.replace(self, **smaller, pieces=1)
@@ -166,7 +170,45 @@ class HopperMatmulTiles:
         return next(enough, None) or max(possible, key=lambda tiles: tiles.stages)
 
 
-_FEW_ROWS = 64
+@dataclasses.dataclass(frozen=True)
+class HopperFewRowsTiles:
+    """The shape of the matmul of few rows: `rows`, a multiple of 8; `stages` slots for operands, each 64 deep; `splits`
+    of the depth."""
+
+    rows: int
+    stages: int
+    splits: int = 1
+
+    def __post_init__(self):
+        if self.rows % 8 or not 8 <= self.rows <= FEW_ROWS:
+            raise ValueError(f"{self.rows=} must be a multiple of 8 up to {FEW_ROWS}")
+        if not 2 <= self.stages <= _MOST_STAGES_OF_FEW_ROWS:
+            raise ValueError(f"{self.stages=} must be 2 to {_MOST_STAGES_OF_FEW_ROWS}")
+        if self.splits < 1:
+            raise ValueError(f"{self.splits=} must be at least 1")
+
+    def smem_bytes(self, needs: EpilogueNeeds) -> int:
+        tile_columns = COMPUTE_WGS * WEIGHT_COLUMNS * needs.products
+        stage = _ITEMSIZE * DEPTH_TILE * (self.rows + tile_columns)
+        return self.stages * stage + 4 * self.rows * tile_columns + _RESERVED_BYTES
+
+    @classmethod
+    def of(cls, rows: int, columns: int, depth: int, needs: EpilogueNeeds) -> HopperFewRowsTiles:
+        """With the fewest parts of the depth with which all SMs load weights nearly to the end."""
+        steps = -(-depth // DEPTH_TILE)
+        tiles = -(-columns // (COMPUTE_WGS * WEIGHT_COLUMNS))
+
+        def steps_of_busiest(splits: int) -> int:
+            return -(-tiles * splits // HOPPER_SMS) * -(-steps // splits)
+
+        # Those that leave no part empty.
+        possible = [s for s in range(1, max(steps // _FEWEST_STEPS, 1) + 1) if (s - 1) * -(-steps // s) < steps]
+        soonest = min(map(steps_of_busiest, possible))
+        splits = next(s for s in possible if steps_of_busiest(s) <= _COST_OF_PARTS * soonest)
+        shapes = (cls(-(-rows // 8) * 8, stages, splits) for stages in range(_MOST_STAGES_OF_FEW_ROWS, 1, -1))
+        return next(shape for shape in shapes if shape.smem_bytes(needs) <= HOPPER_SMEM_BYTES)
+
+
 _OVERLAPPED_DEPTH = 4096
 """Up to which an epilogue's time is a sizeable part of its tile's, so that it should not stand alone."""
 _SHORT_DEPTH = 512
@@ -175,3 +217,5 @@ _COST_OF_HALVES = 1.1
 """Of two tiles of half the size to one: more bytes through shared memory for the same product."""
 _FEWEST_STEPS = 8
 """Of a split, or the sum over the splits takes longer than what they save."""
+_COST_OF_PARTS = 1.03
+"""The same, of few rows: so much longer may the busiest block take for fewer parts."""

@@ -37,17 +37,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.ops.mlp import hopper_few_rows
 from fast_layers.ops.mlp.column_sums import sum_over_rows
 from fast_layers.ops.mlp.config import (
     COMPUTE_REGISTERS,
     COMPUTE_WGS,
     DEPTH_TILE,
+    FEW_ROWS,
     HOPPER_SMS,
     LOAD_REGISTERS,
     PIECE,
+    HopperFewRowsTiles,
     HopperMatmulTiles,
 )
-from fast_layers.ops.mlp.epilogue import Activate, Plain
+from fast_layers.ops.mlp.epilogue import Plain
 from fast_layers.ops.mlp.matmul import (
     TMA_COLUMNS,
     TMA_ROWS,
@@ -55,6 +58,7 @@ from fast_layers.ops.mlp.matmul import (
     Operands,
     Products,
     Results,
+    finish,
     fit_operands,
     oriented,
     round_up,
@@ -66,8 +70,10 @@ from fast_layers.ops.mlp.matmul import (
 BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
-def multiply(m: Matmul, operands: Operands, tiles: HopperMatmulTiles | None = None) -> Results:
-    tiles = _tiles_of(m) if tiles is None else tiles
+def multiply(m: Matmul, operands: Operands, tiles: HopperMatmulTiles | HopperFewRowsTiles | None = None) -> Results:
+    tiles = tiles_of(m) if tiles is None else tiles
+    if isinstance(tiles, HopperFewRowsTiles):
+        return hopper_few_rows.multiply(m, operands, tiles)
     if tiles.splits > 1:
         return _multiply_split(m, operands, tiles)
     (results,) = _launch(tiles, (m,), (_fit(m, operands, tiles),))
@@ -78,14 +84,16 @@ def multiply_together(products: Products, tiles: HopperMatmulTiles | None = None
     """Several in one launch, unless one alone has so few tiles that its depth is split. All have the same depth."""
     ms = tuple(m for m, _ in products)
     if tiles is None:
-        if len(ms) == 1 or any(_tiles_of(m).splits > 1 for m in ms):
+        if len(ms) == 1 or any(tiles_of(m).splits > 1 for m in ms):
             return [multiply(*product) for product in products]
         tiles = HopperMatmulTiles.of_several([(m.rows, m.columns) for m in ms], ms[0].depth, ms[0].needs)
     results = _launch(tiles, ms, tuple(_fit(*product, tiles) for product in products))
     return [trim(m, *result) for m, result in zip(ms, results, strict=True)]
 
 
-def _tiles_of(m: Matmul) -> HopperMatmulTiles:
+def tiles_of(m: Matmul) -> HopperMatmulTiles | HopperFewRowsTiles:
+    if m.rows <= FEW_ROWS and m.terms == 1 and not (m.a_turned or m.b_turned or m.epilogue.reads):
+        return HopperFewRowsTiles.of(m.rows, m.columns, m.depth, m.needs)
     return HopperMatmulTiles.of(m.rows, m.columns, m.depth, m.needs, m.terms)
 
 
@@ -100,14 +108,7 @@ def _multiply_split(m: Matmul, operands: Operands, tiles: HopperMatmulTiles) -> 
     given = _fit(bare, Operands(operands.a, operands.b, (None,) * m.epilogue.products), tiles)
     ((parts, _),) = _launch(tiles, (bare,), (given,))
     summed = (x.reshape(tiles.splits, -1, x.shape[1]).sum(0) for x in parts)
-    products = [x[: m.rows, : m.columns] for x in summed]
-    biases = [None if b is None else b.astype(jnp.float32)[None] for b in operands.biases]
-    # The barriers keep XLA from dropping a rounding that is undone at once.
-    if isinstance(m.epilogue, Activate):
-        rounded = lax.optimization_barrier(Plain(m.epilogue.biases)(m.dtype, products, biases, ()))
-        products, biases = [x.astype(jnp.float32) for x in rounded], [None] * len(biases)
-    written = lax.optimization_barrier(list(m.epilogue(m.dtype, products, biases, operands.read)))
-    return written, [written[i].astype(jnp.float32).sum(0) for i in m.epilogue.sums]
+    return finish(m, operands, [x[: m.rows, : m.columns] for x in summed])
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fast_layers.ops.mlp.config import DEPTH_TILE, EpilogueNeeds
-from fast_layers.ops.mlp.epilogue import Epilogue, Plain
+from fast_layers.ops.mlp.epilogue import Activate, Epilogue, Plain
 
 TMA_ROWS = 8
 """TMA sees a matrix in tiles of 8 rows and up to 128 bytes of columns, of which it must have whole ones."""
@@ -102,6 +102,22 @@ def fit(x: Array, least_rows: int, least_columns: int) -> Array:
     if (rows, columns) == x.shape:
         return x
     return jnp.pad(x, [(0, rows - x.shape[0]), (0, columns - x.shape[1])])
+
+
+def finish(m: Matmul, operands: Operands, products: list[Float[Array, "R C"]]) -> Results:
+    """What the epilogue would have made of these, left to XLA."""
+    biases = [None if b is None else b.astype(jnp.float32)[None] for b in operands.biases]
+    if isinstance(m.epilogue, Activate):
+        # A mere conversion XLA would drop, since it is undone at once.
+        to = jnp.finfo(m.dtype)
+        (*products,) = (
+            lax.reduce_precision(x if b is None else x + b, to.nexp, to.nmant)
+            for x, b in zip(products, biases, strict=True)
+        )
+        biases = [None] * len(biases)
+    # Without the barrier XLA would hand the next product float32.
+    written = lax.optimization_barrier(list(m.epilogue(m.dtype, products, biases, operands.read)))
+    return written, [written[i].astype(jnp.float32).sum(0) for i in m.epilogue.sums]
 
 
 def trim(m: Matmul, written: list[Array], sums: list[Array]) -> Results:

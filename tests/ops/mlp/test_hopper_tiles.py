@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from fast_layers.ops.mlp import config, hopper_matmul
-from fast_layers.ops.mlp.config import EpilogueNeeds, HopperMatmulTiles
+from fast_layers.ops.mlp.config import EpilogueNeeds, HopperFewRowsTiles, HopperMatmulTiles
 from fast_layers.ops.mlp.epilogue import Plain
 from fast_layers.ops.mlp.matmul import Matmul, Operands
 
@@ -102,6 +102,30 @@ def test_no_split_is_empty():
         splits = HopperMatmulTiles.of(rows, 64, steps * config.DEPTH_TILE, NEEDS["plain"]).splits
         assert (splits - 1) * -(-steps // splits) < steps
         assert splits <= max(steps // 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"rows": 12}, "rows"), ({"rows": 72}, "rows"), ({"stages": 1}, "stages"), ({"splits": 0}, "splits")],
+)
+def test_impossible_tiles_of_few_rows_reject_themselves(fields, reason):
+    with pytest.raises(ValueError, match=reason):
+        HopperFewRowsTiles(**{"rows": 8, "stages": 2, **fields})
+
+
+def test_few_rows_keep_all_sms_loading():
+    def chosen(rows, columns, depth, name):
+        tiles = HopperFewRowsTiles.of(rows, columns, depth, NEEDS[name])
+        assert tiles.smem_bytes(NEEDS[name]) <= config.HOPPER_SMEM_BYTES
+        return tiles.rows, tiles.stages, tiles.splits
+
+    assert chosen(1, 16_384, 4096, "activate") == (8, 12, 1)  # 128 tiles
+    assert chosen(16, 10_880, 4096, "activate, gated") == (16, 6, 3)  # 85, so 255 parts
+    assert chosen(64, 4096, 16_384, "plain") == (64, 8, 4)  # 32
+    assert chosen(33, 8192, 512, "plain")[2] == 1  # too short to be split
+    for name, columns, steps in itertools.product(("plain", "two plain"), (8, 64, 72, 5504, 65_536), (1, 7, 64, 300)):
+        *_, splits = chosen(64, columns, steps * config.DEPTH_TILE, name)
+        assert (splits - 1) * -(-steps // splits) < steps
 
 
 def test_products_that_share_a_launch_share_its_last_round():
