@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import fast_layers
+from fast_layers.ops.mlp.backends import BACKENDS
 
 TOKENS, IN, HIDDEN, OUT = 5, 8, 24, 16
 
@@ -83,10 +84,16 @@ def test_linear_calls_its_operands_by_their_names():
             fast_layers.linear(**({"x": x, "w": w} | replaced))
 
 
+@pytest.mark.parametrize("backend", [None, *(backend.name for backend in BACKENDS)])
+def test_no_tokens_are_refused_before_any_backend_is_asked(backend):
+    x, w, w_down = _zeros(2, 0, IN), GOOD["w_up"], GOOD["w_down"]
+    for call in (fast_layers.linear, lambda x, w, **options: fast_layers.mlp(x, w, w_down, **options)):
+        with pytest.raises(ValueError, match=r"x has shape \(2, 0, 8\): .* leave the call out for empty inputs"):
+            call(x, w, implementation=backend)
+
+
 def test_a_refused_backend_says_so():
     """Whichever refuses here: all but xla and the reference need a device of their own."""
-    from fast_layers.ops.mlp.backends import BACKENDS
-
     for backend in BACKENDS:
         if backend.name not in ("xla", "reference"):
             with pytest.raises(ValueError, match=rf"mlp: no backend takes the forward pass.*{backend.name}: .*xla"):
