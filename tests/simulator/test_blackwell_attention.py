@@ -16,6 +16,7 @@ from selection import some_each_run
 import fast_layers
 from fast_layers.ops.attention import (
     api,
+    blackwell_bias_grad,
     blackwell_bwd,
     blackwell_bwd_fused,
     blackwell_call,
@@ -31,6 +32,7 @@ from fast_layers.testing.parity import Case
 from simulator.attention import judge, only
 from simulator.blackwell_attention import BLACKWELL, Without, forward_tiles, patched, tells, without
 from simulator.test_hopper_attention import CASES
+from simulator.test_hopper_attention_per_score import FAULTY
 
 pytestmark = pytest.mark.simulator
 
@@ -400,6 +402,7 @@ def test_planted_fault_of_the_fused_backward_is_found(fault):
         pytest.param(blackwell_fwd, "out", id="forward"),
         pytest.param(blackwell_bwd, "dq", id="backward", marks=pytest.mark.exhaustive),
         pytest.param(blackwell_bwd_fused, "dk", id="fused", marks=pytest.mark.exhaustive),
+        pytest.param(blackwell_bias_grad, "dbias", id="bias gradient", marks=pytest.mark.exhaustive),
     ],
 )
 def test_wrong_slot_is_found(module, quantity):
@@ -418,6 +421,8 @@ def test_wrong_slot_is_found(module, quantity):
     patches = (forward_tiles(BlackwellForwardTiles(1, 64)),)
     if module is blackwell_bwd_fused:
         case, patches = KEYS, (fused_tiles(2, 2),)
+    if module is blackwell_bias_grad:
+        case = FAULTY
     with without(module, patches=patches) as stand_in:
         stand_in.copy_gmem_to_smem = shifted(blackwell_fwd.plgpu.copy_gmem_to_smem)
         judged = judge(case, backend=BLACKWELL, supports=only("forward" if quantity == "out" else "backward"))

@@ -107,6 +107,7 @@ FAULTS = {
     "stores not awaited": (FORWARD, BlackwellSlip("wait_smem_to_gmem", "read wait_smem_to_gmem"), ""),
     "what is read not awaited": (BACKWARD, BlackwellSlip("barrier_wait read_ready"), "read of SMEM"),
     "what is read overwritten": (BACKWARD, BlackwellSlip("commit_smem #1", "commit_smem #2"), "SMEM"),
+    "what is read into the wrong slot": (BACKWARD, BlackwellSlip(one_slot="read_slots"), ""),
     "sums not committed": (BACKWARD, BlackwellSlip("commit_smem #2"), "write of SMEM"),
     "a pair's operands overwritten": (PAIRED, BlackwellSlip("barrier_wait consumed"), "write of SMEM"),
     "the neighbour's products read in flight": (PAIRED, BlackwellSlip("barrier_wait products_ready"), "TMEM"),
