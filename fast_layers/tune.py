@@ -28,7 +28,9 @@ from fast_layers.testing import parity
 
 HIDDEN = 2048
 """Heads times depth of the calls that are timed."""
-MASKS = ("full", "causal")
+MASKS = ("full", "causal", "window")
+WINDOW = 1024
+"""Keys that a query sees under a window, its own position among them."""
 _RUNS = 5
 _SECONDS_PER_RUN = 0.02
 _MOST_CALLS = 200
@@ -127,7 +129,7 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
         choices = itertools.product(warpgroups, (64, 128), (2, 3, 4), grids, (True, False))
         made = (kind(wgs, keys, stages, *grid, takes_turns=turns) for wgs, keys, stages, grid, turns in choices)
     elif kind is HopperBackwardTiles:
-        made = itertools.starmap(kind, itertools.product((64, 128), (1, 2, 3), {False, mask == "causal"}))
+        made = itertools.starmap(kind, itertools.product((64, 128), (1, 2, 3), {False, mask != "full"}))
     else:
         made = itertools.starmap(kind, [(1,), (2,)])
     return (tiles for tiles in made if tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES)
@@ -139,7 +141,8 @@ def stopwatch(pass_: str, depth: int, mask: str, length: int, batch: int) -> Cal
     query, key, value, d_out = (
         jax.random.normal(k, shape, jnp.bfloat16) for k in jax.random.split(jax.random.key(0), 4)
     )
-    inputs, aux, options, _ = api._prepare(query, key, value, is_causal=mask == "causal")
+    window = (WINDOW - 1, 0) if mask == "window" else None
+    inputs, aux, options, _ = api._prepare(query, key, value, is_causal=mask == "causal", local_window_size=window)
     problem = options.problem(inputs, aux)
 
     def milliseconds(tiles: Any) -> float:
@@ -190,8 +193,9 @@ def _milliseconds(call: Callable[..., Any], *args: Any) -> float:
 def agrees(pass_: str, depth: int, mask: str, tiles: Any) -> bool:
     """Whether the kernel with these tiles passes the parity suite's rule, on a small case of this kind."""
     case = parity.Case(
-        batch=1, q_len=600, kv_len=600, heads=2, kv_heads=2, qk_dim=depth, v_dim=depth, is_causal=mask == "causal"
-    )
+        batch=1, q_len=600, kv_len=600, heads=2, kv_heads=2, qk_dim=depth, v_dim=depth, is_causal=mask == "causal",
+        window=(200, 0) if mask == "window" else None,
+    )  # fmt: skip
     backend = Backend(
         "tiles",
         lambda problem, arch, asked: None if asked == pass_ else "not asked for",

@@ -146,6 +146,63 @@ def _refused(name, query, key, value, **options):
     return refused
 
 
+# 48 heads are more tiles of queries than there are blocks in a persistent grid; few queries have their keys split.
+BROKEN = {
+    "causal": ({"is_causal": True}, 300, 48),
+    "window": ({"local_window_size": (80, 0)}, 300, 48),
+    "causal, few queries": ({"is_causal": True, "q_offset": 1000}, 60, 2),
+    "sinks": ({"is_causal": True, "sinks": np.linspace(-2, 2, 48, dtype=np.float32)}, 300, 48),
+    "dropout": ({"is_causal": True, "dropout_rate": 0.2, "dropout_rng": 0}, 300, 48),
+}
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf], ids=["NaN", "inf"])
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("backend", [name for name in NAMES if name != "cudnn"])
+def test_a_broken_value_reaches_who_sees_it_and_nobody_else(backend, name, depth, broken):
+    options, q_len, heads = BROKEN[name]
+    options = dict(options)
+    if "dropout_rng" in options:
+        options["dropout_rng"] = jax.random.key(options["dropout_rng"])
+    rng = np.random.default_rng(0)
+    kv_len = q_len + options.get("q_offset", 0)
+    query, key, value = (
+        jnp.asarray(rng.normal(size=(2, length, heads, depth)), jnp.bfloat16) for length in (q_len, kv_len, kv_len)
+    )
+    _refused(backend, query, key, value, **options)
+    place = kv_len - q_len // 2
+
+    def call(value, implementation):
+        out = jax.jit(lambda *x: fast_layers.dot_product_attention(*x, implementation=implementation, **options))
+        return np.asarray(out(query, key, value), np.float32)
+
+    whole, got, want = (
+        call(value, backend),
+        call(value.at[1, place, 1, 3].set(broken), backend),
+        call(value.at[1, place, 1, 3].set(broken), "reference"),
+    )
+    reached = ~np.isfinite(want).all(-1)
+    assert reached.any()
+    np.testing.assert_array_equal(~np.isfinite(got).all(-1), reached)
+    np.testing.assert_array_equal(got[~reached], whole[~reached])
+
+
+@pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cudnn"])
+def test_a_persistent_grid_inside_shard_map(backend):
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(2, 300, 48, 64)), jnp.bfloat16) for _ in range(3))
+    _refused(backend, query, key, value, is_causal=True)
+
+    def call(*operands):
+        return fast_layers.dot_product_attention(*operands, is_causal=True, implementation=backend)
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
+    assert_bitwise_equal(*(jax.device_get(jax.jit(f)(query, key, value)) for f in (sharded, call)))
+
+
 LENGTHS = np.array([200, 77], np.int32)
 PADDED = {
     "key lengths": {"key_value_seq_lengths": LENGTHS},

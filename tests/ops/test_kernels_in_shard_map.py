@@ -22,9 +22,9 @@ H200 = Arch("cuda", "NVIDIA H200", (9, 0))
 B200 = Arch("cuda", "NVIDIA B200", (10, 0))
 
 
-def attention(backend):
+def attention(backend, heads=2):
     def call(x):
-        query = jnp.tile(x[:, :, None], (1, 1, 2, 1))
+        query = jnp.tile(x[:, :, None], (1, 1, heads, 1))
         return fast_layers.dot_product_attention(query, query, query, is_causal=True, implementation=backend)
 
     return call
@@ -57,6 +57,8 @@ def norm(x, w):
 # The function, the GPU, and the weights, which all shards share.
 KERNELS = {
     "attention on Hopper": (attention("hopper"), H200, ()),
+    # Two examples of 68 heads on a device: more tiles of queries than blocks of a persistent grid.
+    "attention on Hopper, persistent": (attention("hopper", 68), H200, ()),
     "attention on Blackwell": (attention("blackwell"), B200, ()),
     "mlp on Hopper": (mlp("hopper"), H200, ((64, 128), (128, 64))),
     "mlp on Blackwell": (mlp("blackwell"), B200, ((64, 128), (128, 64))),

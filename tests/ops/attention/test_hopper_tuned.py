@@ -151,7 +151,10 @@ def test_where_the_users_table_is(monkeypatch, tmp_path):
     assert tuned.user_path() is None
 
 
-@pytest.mark.parametrize("mask", ["full", "causal"])
+OPTIONS = {"full": {}, "causal": {"is_causal": True}, "window": {"local_window_size": (tune.WINDOW - 1, 0)}}
+
+
+@pytest.mark.parametrize("mask", tune.MASKS)
 @pytest.mark.parametrize("depth", [64, 128, 256])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_candidates_fit_and_hold_the_rules_choice(pass_, depth, mask):
@@ -159,7 +162,16 @@ def test_candidates_fit_and_hold_the_rules_choice(pass_, depth, mask):
     assert len(set(made)) == len(made)
     assert all(tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES for tiles in made)
     kind = tuned.tiles_class(pass_, depth, depth)
-    assert {kind.of(_problem(length, depth, is_causal=mask == "causal")) for length in (16384, 1024)} <= set(made)
+    assert {kind.of(_problem(length, depth, **OPTIONS[mask])) for length in (16384, 1024)} <= set(made)
+
+
+def test_what_is_timed_has_the_mask_that_it_is_filed_under(monkeypatch):
+    problems = []
+    monkeypatch.setattr(tune, "with_tiles", lambda *_: lambda problem, *_: problems.append(problem) or 0)
+    monkeypatch.setattr(tune, "_milliseconds", lambda call, *args: call(*args))
+    for mask in tune.MASKS:
+        jax.eval_shape(lambda mask=mask: tune.stopwatch("forward", 64, mask, 64, 1)(MINE))
+    assert [tuned.mask_kind(problem) for problem in problems] == list(tune.MASKS)
 
 
 class TestTune:
@@ -176,7 +188,7 @@ class TestTune:
 
     def test_writes_a_table_that_is_read(self, user_file, capsys):
         assert main(["tune", "attention", "--lengths", "1024", "512"]) == 0
-        assert "12 entries written" in capsys.readouterr().out
+        assert "18 entries written" in capsys.readouterr().out
         raw = json.loads(user_file.read_text())
         assert raw["device"] == "NVIDIA H200"
         assert {entry["longest"] for entry in raw["entries"]} == {None}  # the same tiles at both lengths

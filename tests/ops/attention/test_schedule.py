@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fast_layers.kernel_parts import tile_order
 from fast_layers.ops.attention.config import HOPPER_SMS, HopperForwardTiles
 from fast_layers.ops.attention.forward_parts import Work
 from fast_layers.ops.attention.masks import Band
@@ -28,12 +29,14 @@ def _problem(batch, heads, q_len, kv_len, band):
 
 
 @pytest.mark.parametrize("name", BANDS)
-def test_it_knows_how_many_tiles_of_keys_each_piece_has(name):
+@pytest.mark.parametrize("group", [4, 2], ids=["heads together", "heads in two groups"])
+def test_it_knows_how_many_tiles_of_keys_each_piece_has(name, group, monkeypatch):
+    monkeypatch.setattr(tile_order, "L2_BUDGET_BYTES", group * 900 * (128 + 128) * 2)
     problem = _problem(2, 2, 600, 900, BANDS[name])
     tiles = HopperForwardTiles(2, 64, q_slots=2, blocks=3)
     work = Work(problem, tiles, 64, 128, 128)
     spans = [work.piece(TileMask(problem, tiles.q_tile, tiles.kv_tile, None), jnp.int32(i)).span for i in range(20)]
-    assert work.order.total == len(spans)
+    assert (work.order.total, work.order.group) == (len(spans), group)
     np.testing.assert_array_equal(work.key_tiles(), [int(span.tiles) for span in spans])
     schedule = work.schedule()
     shares = [row[1 : row[0] + 1] for row in schedule]
