@@ -154,6 +154,7 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
         ({"dtype": np.dtype(np.float64)}, "takes bfloat16, float16 and float32, got float64"),
         ({"channels": 200}, "takes channels in multiples of 128, one for each thread, got 200"),
         ({"width": 5}, "takes 2 to 4 taps, got 5"),
+        ({"batch": 0}, "needs examples, got x [0, "),
         ({"batch": 2**12, "length": 2**12}, "takes up to 2147483647 numbers"),
     ],
     ids=lambda x: x[:20] if isinstance(x, str) else "",

@@ -25,6 +25,8 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     sizes = (p.batch, p.length, p.channels)
     if reason := refusals.symbolic(sizes):
         return reason
+    if p.batch == 0:
+        return f"needs examples, got x {list(sizes)}"
     if p.width not in WIDTHS:
         return f"takes {WIDTHS[0]} to {WIDTHS[-1]} taps, got {p.width}"
     if p.channels % THREADS:

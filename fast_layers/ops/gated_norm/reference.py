@@ -17,7 +17,7 @@ def forward(problem: Problem, inputs: Inputs) -> Float[Array, "*rows F"]:
     y, z, weight = (x.astype(problem.accumulator_dtype) for x in inputs)
 
     def normalise(x):
-        groups = x.reshape(*problem.rows, -1, problem.group_size)
+        groups = x.reshape(*problem.rows, problem.features // problem.group_size, problem.group_size)
         mean_square = jnp.square(groups).mean(-1, keepdims=True)
         return (groups / jnp.sqrt(mean_square + problem.eps)).reshape(x.shape) * weight
 

@@ -295,3 +295,15 @@ def test_explain():
     explained = str(fast_layers.explain(fast_layers.causal_conv1d, X, KERNEL, activation="swish"))
     assert explained.startswith("causal_conv1d: x [2, 5, 3], 4 taps, float32, activation silu")
     assert "forward  on cpu: xla" in explained
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_no_examples(implementation):
+    x, w = np.zeros((0, 5, 8), np.float32), np.ones((4, 8), np.float32)
+    conv = functools.partial(
+        fast_layers.causal_conv1d, activation="silu", return_final_state=True, implementation=implementation
+    )
+    assert [out.shape for out in conv(x, w)] == [(0, 5, 8), (0, 8, 3)]
+    d_x, d_w = jax.grad(lambda x, w: conv(x, w)[0].sum(), argnums=(0, 1))(x, w)
+    assert d_x.shape == x.shape
+    np.testing.assert_array_equal(d_w, np.zeros_like(w))

@@ -262,3 +262,13 @@ def test_explain():
     explained = str(fast_layers.explain(fast_layers.gated_rms_norm, Y, Y, WEIGHT, group_size=3))
     assert explained.startswith("gated_rms_norm: y [2, 6], float32, groups of 3, gate before norm")
     assert "backward on cpu: xla" in explained
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_no_rows(implementation):
+    y, z, weight = np.zeros((0, 3, 8), np.float32), np.zeros((0, 3, 8), np.float32), np.ones(8, np.float32)
+    norm = functools.partial(fast_layers.gated_rms_norm, group_size=4, implementation=implementation)
+    assert norm(y, z, weight).shape == y.shape
+    d_y, d_weight = jax.grad(lambda y, w: norm(y, z, w).sum(), argnums=(0, 1))(y, weight)
+    assert d_y.shape == y.shape
+    np.testing.assert_array_equal(d_weight, np.zeros_like(weight))
