@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from typing import Any
 
@@ -13,7 +14,13 @@ import pytest
 
 import fast_layers
 from deviceless import attention_functions, functions
-from fast_layers.ops.attention.blackwell_config import BLACKWELL_SMEM_BYTES, BLACKWELL_TMEM_COLUMNS
+from fast_layers.ops.attention.blackwell_config import (
+    BLACKWELL_SMEM_BYTES,
+    BLACKWELL_TMEM_COLUMNS,
+    BlackwellBackwardTiles,
+    BlackwellForwardTiles,
+)
+from fast_layers.ops.attention.problem import Problem
 from fast_layers.testing import Compilation, compile_all_for
 from fast_layers.testing.deviceless import missing_wheels
 
@@ -101,7 +108,13 @@ REST = {
     "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL),
     "d192 causal": Call(2048, qk_dim=192, options=CAUSAL),
     "d256 causal": Call(qk_dim=256, options=CAUSAL),
+    "d32, values of 128": Call(2048, qk_dim=32, v_dim=128),
+    "d32, values of 192": Call(2048, qk_dim=32, v_dim=192),
+    "d64, values of 144, any order": Call(2048, qk_dim=64, v_dim=144, any_order=True, options=CAUSAL),
+    "d256, values of 32": Call(2048, qk_dim=256, v_dim=32, options=CAUSAL),
     "few queries": Call(100, kv_heads=4, options=CAUSAL),
+    "few queries, d64": Call(100, qk_dim=64, options=CAUSAL),
+    "few queries, d64, values of 128": Call(100, qk_dim=64, v_dim=128, options=CAUSAL),
     "d128 causal, polynomials": Call(tiles={"polynomial_columns": 8}, options=CAUSAL),
     "d128 causal, dynamic": Call(tiles={"dynamic": True}, options=CAUSAL),
     "d128 bias": Call(2048, bias=True),
@@ -117,9 +130,30 @@ REST = {
 }
 
 
-MOST_SPILLED_BYTES = {"few queries": 4}
-"""Of ptxas 13.3, on 2026-11-22: in the kernel of keys and values the number of a warpgroup's own barrier, put aside
-once and read again at each of its waits."""
+def _chosen(problem: Problem) -> set[tuple[int, ...] | BlackwellBackwardTiles]:
+    """What of the tiles makes another kernel; in a ring that is deeper to decode, only its slots are more."""
+    forward = BlackwellForwardTiles.of(problem)
+    return {(forward.q_tiles, forward.kv_tile, forward.stages), BlackwellBackwardTiles.of(problem)}
+
+
+def test_every_choice_of_tiles_is_compiled():
+    def problem_of(call: Call) -> Problem:
+        shapes = call.compilation().shapes[:3]
+        with fast_layers.use_backends(reproducible=not call.any_order):
+            (plan,) = fast_layers.explain(fast_layers.dot_product_attention, *shapes).plans
+        return plan.problem
+
+    calls = [call for call in (LEAN | LEAN_B300 | REST).values() if not call.q_len and not call.tiles]
+    compiled = set().union(*(_chosen(problem_of(call)) for call in calls))
+    some = problem_of(calls[0])
+    for qk_dim, v_dim, length, reproducible in itertools.product(
+        range(16, 257, 16), range(16, 257, 16), (100, 8192), (True, False)
+    ):
+        p = dataclasses.replace(
+            some, qk_dim=qk_dim, v_dim=v_dim, q_len=length, kv_len=length, reproducible=reproducible
+        )
+        if BlackwellForwardTiles.fitting(p):
+            assert _chosen(p) <= compiled, p
 
 
 @pytest.mark.parametrize(
@@ -155,7 +189,6 @@ def test_kernels_compile_well(gpu, calls):
             multiplies = kernel.name != "combine_parts"
             if multiplies and not 0 < (kernel.tmem_columns or 0) <= BLACKWELL_TMEM_COLUMNS:
                 faults.append(f"{where}: {kernel.tmem_columns} columns of {BLACKWELL_TMEM_COLUMNS}")
-            most = MOST_SPILLED_BYTES.get(name, 0)
-            if kernel.spill_store_bytes > most:
-                faults.append(f"{where}: {kernel.spill_store_bytes} bytes are spilled, of {most} at most")
+            if kernel.spills:
+                faults.append(f"{where}: {kernel.spill_store_bytes} bytes are spilled")
     assert not faults, "\n".join(faults)

@@ -216,8 +216,8 @@ def _launch(gradients: Gradients, tiles: BlackwellBackwardTiles, p: Problem, ope
             """(head, tile) of a step's columns."""
             if not owns_keys:
                 return lax.div(head, p.group), first + step
-            turn = lax.div(step, jnp.maximum(last - first, 1))
-            return head * p.group + turn, first + step - turn * (last - first)
+            tiles_of_head = jnp.maximum(last - first, 1)
+            return head * p.group + lax.div(step, tiles_of_head), first + lax.rem(step, tiles_of_head)
 
         return _Block(example, head, index, steps, columns, span)
 

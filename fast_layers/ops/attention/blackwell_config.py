@@ -73,7 +73,7 @@ class BlackwellForwardTiles:
 
         What a block is launched with is dealt out anew in steps of 8.
         """
-        return {1: (240, 160, 96), 2: (184, 184, 80, 64)}[self.q_tiles]
+        return {1: (240, 160, 96), 2: (192, 192, 72, 56)}[self.q_tiles]
 
     def tmem_columns(self, v_dim: int) -> int:
         """Weights stand where their scores stood."""
