@@ -188,8 +188,8 @@ class TileMask:
 
     def _in_range(self, rows: Rows | None, q_start: Any, k_start: Any, shape: Any, q_axis: int) -> list[Any]:
         """Conditions that a key must meet to be within what its query's band or row says."""
-        if rows is None and q_axis == 1 and self.layout is WGMMA:
-            return self._in_band_by_parts(q_start, k_start, shape)
+        if rows is None and self.layout is WGMMA:
+            return self._in_band_by_parts(q_start, k_start, shape, q_axis)
         key, query = (
             plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=self.layout) for axis in (1 - q_axis, q_axis)
         )
@@ -199,23 +199,27 @@ class TileMask:
             return [key >= start, key < stop]
         return self._in_band(key, query + q_start, self.problem.kv_len)
 
-    def _in_band_by_parts(self, q_start: Any, k_start: Any, shape: Any) -> list[Any]:
-        """Of [keys, queries]: a thread compares few numbers, of the first part, with constants of each part."""
+    def _in_band_by_parts(self, q_start: Any, k_start: Any, shape: Any, q_axis: int) -> list[Any]:
+        """A thread compares few numbers, of the first part's columns, with constants of each part."""
         part = (shape[0], _COLUMNS)
         row, column = (plgpu.broadcasted_iota(jnp.int32, part, axis, layout=self.layout) for axis in (0, 1))
-        ahead = row - column + (k_start - q_start)
+        key, query = (row, column) if q_axis == 1 else (column, row)
+        ahead = key - query + (k_start - q_start)
+        # From a part to the next, queries go on or keys do.
+        key_step, query_step = (0, 1) if q_axis == 1 else (1, 0)
+        step = query_step - key_step
 
         def each(condition: Callable[[int], Any]) -> Any:
             return jnp.concatenate([condition(at) for at in range(0, shape[1], _COLUMNS)], axis=1)
 
         conditions = []
         if (low := self.low) is not None:
-            conditions.append(each(lambda at: ahead >= low + at))
+            conditions.append(each(lambda at: ahead >= low + step * at))
         if (high := self.high) is not None:
-            conditions.append(each(lambda at: ahead <= high + at))
+            conditions.append(each(lambda at: ahead <= high + step * at))
         if self.cuts_keys:
-            key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=self.layout) + k_start
-            conditions.append(key < self.problem.kv_len)
+            key += k_start
+            conditions.append(each(lambda at: key < self.problem.kv_len - key_step * at))
         return conditions
 
     def _in_band(self, key: Any, query: Any, end: Any) -> list[Any]:
