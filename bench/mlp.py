@@ -3,8 +3,9 @@
     python -m bench mlp --quick --out bench/results/h200
     uv run bench/mlp.py --out bench/results/cpu/mlp.json
 
-Everything that the machine has takes part, the peers taking turns, forwards and backwards, so that drift hits all
-alike (a chip that has just waited is the faster one); the median counts.
+Everything that the machine has takes part. On a GPU single calls of all JAX peers stand in one row, in an order that
+changes, since a matmul's clock falls with what the chip has done before; the median counts. PyTorch, and all on a CPU,
+take turns of several calls.
 fast_layers runs twice (the second as "again"): their distance is the noise of the run. Forward with backward returns
 the output as well, or XLA would leave out the product that makes it. A peer that cannot run a case is listed with its
 reason, one whose values lie off the first's is marked and not counted. `--out` is a folder for mlp.json, or the name
@@ -17,15 +18,17 @@ Axis letters: M tokens, I input features, F hidden features.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +37,7 @@ if __package__ in (None, ""):
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import profiler
 
 import fast_layers
 from bench import timing
@@ -100,6 +104,7 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "all": lambda: grid((16_384, 8192, 512), (2048, 4096, 8192)),
     "quick": lambda: grid((8192,), (2048, 4096)),
     "cpu": lambda: grid((512,), (512,)),
+    "decode": lambda: [case for case in grid((64, 16, 1), (4096, 8192)) if case.hidden is not None],
     "tiny": lambda: [Case(16, 8, 32), Case(16, 8, 24, gated=True), Case(8, 8, None)],
 }
 
@@ -256,7 +261,7 @@ def kept_bytes(peer: Peer, case: Case) -> int:
 
 
 class JaxProgram:
-    """A peer's compiled call."""
+    """A peer's call; compiled when that is first asked for."""
 
     def __init__(self, peer: Peer, case: Case, pass_: Pass):
         apply = functools.partial(peer.apply, case)
@@ -268,8 +273,12 @@ class JaxProgram:
         weights, x = _abstract(case)
         self.pass_ = pass_
         arguments = (weights, x) if pass_ == "forward" else (weights, x, x)
-        self.compiled = jax.jit(apply if pass_ == "forward" else both).lower(*arguments).compile()
+        self._lowered = jax.jit(apply if pass_ == "forward" else both).lower(*arguments)
         self.roughly: float | None = None
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        return self._lowered.compile()
 
     def results(self, inputs: tuple) -> Any:
         return jax.block_until_ready(self.compiled(*self._arguments(inputs)))
@@ -280,8 +289,56 @@ class JaxProgram:
             self.roughly = watch.warm_up(self.compiled, arguments)
         return watch.seconds(self.compiled, arguments, self.roughly)
 
+    def call(self, inputs: tuple) -> Callable[[], Any]:
+        return functools.partial(self.compiled, *self._arguments(inputs))
+
     def _arguments(self, inputs: tuple) -> tuple:
         return inputs[:2] if self.pass_ == "forward" else inputs
+
+
+class _Row(jax.stages.Wrapped):
+    """Calls one after another; the last one's result."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]):
+        self._calls = calls
+
+    def __call__(self):
+        result = None
+        for call in self._calls:
+            result = call()
+        return result
+
+    def trace(self, *args, **kwargs):
+        raise NotImplementedError("is compiled already")
+
+    lower = trace
+
+
+def turns_of(names: Sequence[str], turns: int) -> Iterator[str]:
+    """Each once in a turn; turns go forwards and backwards, and begin with another from pair to pair."""
+    for turn in range(turns):
+        first = turn // 2 % len(names)
+        order = [*names[first:], *names[:first]]
+        yield from order if turn % 2 == 0 else reversed(order)
+
+
+def seconds_in_one_row(calls: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, list[float]]:
+    """On the device, by CUPTI: so many single calls of each. Raises RuntimeError where it cannot tell them apart."""
+
+    def kernels(row: Sequence[Callable[[], Any]]) -> list[tuple[str, float]]:
+        found: Any = profiler.Cupti(finalize=False).measure(_Row(row), aggregate=False)()[1]
+        return found or []
+
+    alone = {name: [kernel for kernel, _ in kernels([call])] for name, call in calls.items()}
+    order = list(turns_of(list(calls), turns))
+    remaining = iter(kernels([calls[name] for name in order]))
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for name in order:
+        own = list(itertools.islice(remaining, len(alone[name])))
+        if not own or [kernel for kernel, _ in own] != alone[name]:
+            raise RuntimeError(f"the kernels of {name} in the row are not those of a call alone")
+        found[name].append(1e-3 * sum(milliseconds for _, milliseconds in own))
+    return found
 
 
 class TorchProgram:
@@ -383,16 +440,25 @@ def measure_cell(
     inputs, no_inputs = attempt(lambda: jax.block_until_ready(inputs_of(case)))
     programs: dict[str, JaxProgram | TorchProgram] = {}
     taken: dict[str, list[float]] = {}
-    yardstick = None
     for peer in peers:
         row = rows[peer.name]
         refusal, failure = attempt(lambda p=peer: p.refuses(case, pass_))
         row.refused = refusal or failure or no_inputs
         if row.refused:
             continue
+        same = next((p.name for p in peers if p.apply is peer.apply and p.name in programs), None)
+        if same is not None:
+            programs[peer.name] = programs[same]
+            continue
         kind = TorchProgram if peer.framework == "torch" else JaxProgram
         program, row.refused = attempt(lambda p=peer, kind=kind: kind(p, case, pass_))
-        if row.refused:
+        if program is not None:
+            programs[peer.name] = program
+    _compile_side_by_side(programs, rows)
+    yardstick = None
+    for peer in peers:
+        row, program = rows[peer.name], programs.pop(peer.name, None)
+        if program is None or row.refused:
             continue
         results, row.refused = attempt(lambda p=program: p.results(inputs))
         if row.refused:
@@ -409,13 +475,17 @@ def measure_cell(
                 (hlo / name).write_text(program.compiled.as_text() or "")
         if peer.ours:
             row.backend = _chosen(peer, case)
+    in_row: dict[str, JaxProgram] = {name: p for name, p in programs.items() if isinstance(p, JaxProgram)}
+    found = _in_one_row(in_row, inputs, rounds, watch) if timing.on_gpu() else None
+    for name, times in (found or {}).items():
+        taken[name], rows[name].method = times, "cupti"
     for turn in range(rounds):
         for name, program in list(programs.items())[:: 1 if turn % 2 == 0 else -1]:
-            if rows[name].refused is None:
-                found, rows[name].refused = attempt(lambda p=program: p.seconds(inputs, watch))
-                if found is not None:
-                    taken[name] += found[0]
-                    rows[name].method = found[1]
+            if rows[name].refused is None and name not in (found or {}):
+                timed, rows[name].refused = attempt(lambda p=program: p.seconds(inputs, watch))
+                if timed is not None:
+                    taken[name] += timed[0]
+                    rows[name].method = timed[1]
     for name, times in taken.items():
         row = rows[name]
         if times and row.refused is None:
@@ -428,6 +498,32 @@ def measure_cell(
     for row, seconds in timed:
         row.ratio = None if best is None else best / seconds
     return list(rows.values())
+
+
+def _compile_side_by_side(programs: Mapping[str, JaxProgram | TorchProgram], rows: Mapping[str, Row]) -> None:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiling = {
+            program: pool.submit(attempt, lambda p=program: p.compiled)
+            for program in set(programs.values())
+            if isinstance(program, JaxProgram)
+        }
+    for name, program in programs.items():
+        if program in compiling:
+            rows[name].refused = compiling[program].result()[1]
+
+
+def _in_one_row(
+    programs: Mapping[str, JaxProgram], inputs: tuple, rounds: int, watch: timing.Stopwatch
+) -> dict[str, list[float]] | None:
+    """None where they have to be timed one by one; `watch` then says why."""
+    calls = {name: program.call(inputs) for name, program in programs.items()}
+    roughly = max((watch.warm_up(call, [()]) for call in calls.values()), default=math.inf)
+    if roughly > timing.SLOW_SECONDS:
+        return None
+    turns = min(timing.MOST_CALLS, max(3, math.ceil(timing.BATCH_SECONDS / roughly)))
+    found, failure = attempt(lambda: seconds_in_one_row(calls, rounds * turns))
+    watch.note = f"not in one row: {failure}" if failure else watch.note
+    return found
 
 
 def _chosen(peer: Peer, case: Case) -> str:

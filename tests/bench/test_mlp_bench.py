@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 import jax.numpy as jnp
 import pytest
@@ -69,6 +70,39 @@ def test_every_cell_of_a_tiny_run(tmp_path, monkeypatch):
     texts = [path.read_text() for path in hlo.iterdir()]
     assert texts
     assert all("HloModule" in text for text in texts)
+
+
+class FakeCupti:
+    """Tells what `calls` have noted since the last time, as (kernel, milliseconds)."""
+
+    launched: ClassVar[list[tuple[str, float]]] = []
+
+    def __init__(self, finalize: bool):
+        pass
+
+    def measure(self, row, aggregate: bool):
+        def measured():
+            self.launched.clear()
+            return row(), list(self.launched)
+
+        return measured
+
+
+def test_single_calls_stand_in_one_row(monkeypatch):
+    monkeypatch.setattr(mlp.profiler, "Cupti", FakeCupti)
+    kernels = {"a": ["matmul"], "b": ["matmul", "add"], "c": ["other"]}
+    times = iter(range(1000))
+
+    def call(name):
+        FakeCupti.launched.extend((kernel, float(next(times))) for kernel in kernels[name])
+
+    calls = {name: lambda name=name: call(name) for name in kernels}
+    assert "".join(mlp.turns_of(list(calls), 5)) == "abccbabcaacbcab"
+    found = mlp.seconds_in_one_row(calls, 2)  # 0 to 3 alone; then a bb c c bb a
+    assert found == {"a": [4e-3, 11e-3], "b": [pytest.approx(11e-3), pytest.approx(19e-3)], "c": [7e-3, 8e-3]}
+    kernels["c"] = []
+    with pytest.raises(RuntimeError, match="the kernels of c in the row"):
+        mlp.seconds_in_one_row(calls, 1)
 
 
 def test_a_peer_that_fails_or_is_wrong_does_not_count():
