@@ -62,7 +62,7 @@ class StagedTileMask(TileMask):
 
     def _in_range(self, rows: Rows | None, q_start: Any, k_start: Any, shape: Any, q_axis: int) -> list[Any]:
         if rows is None and q_axis == 1:
-            return self._in_band_by_parts(q_start, k_start, shape)
+            return self._in_band_by_parts(q_start, k_start, shape, q_axis)
         return super()._in_range(rows, q_start, k_start, shape, q_axis)
 
 
