@@ -129,7 +129,8 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
         choices = itertools.product(warpgroups, (64, 128), (2, 3, 4), grids, (True, False))
         made = (kind(wgs, keys, stages, *grid, takes_turns=turns) for wgs, keys, stages, grid, turns in choices)
     elif kind is HopperBackwardTiles:
-        made = itertools.starmap(kind, itertools.product((64, 128), (1, 2, 3), {False, mask != "full"}))
+        grids = 0, HOPPER_SMS
+        made = itertools.starmap(kind, itertools.product((64, 128), (1, 2, 3), {False, mask != "full"}, grids))
     else:
         made = itertools.starmap(kind, [(1,), (2,)])
     return (tiles for tiles in made if tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES)

@@ -23,6 +23,7 @@ from fast_layers.ops.attention import (
     hopper_bias_grad,
     hopper_bwd,
     hopper_bwd_deep,
+    hopper_bwd_rows,
     hopper_call,
     hopper_fwd,
 )
@@ -85,7 +86,7 @@ def patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
     """Attributes replaced, and the kernels traced anew inside."""
     with pytest.MonkeyPatch.context() as patch:
         launches = [(module, "_launch") for module in (hopper_fwd, hopper_bwd, hopper_bias_grad)]
-        for module, name in (*launches, (hopper_bwd_deep, "launch")):
+        for module, name in (*launches, (hopper_bwd_deep, "launch"), (hopper_bwd_rows, "row_sums")):
             # Without its jit, which would give back what was traced before.
             patch.setattr(module, name, getattr(module, name).__wrapped__)
         for target, name, value in patches:

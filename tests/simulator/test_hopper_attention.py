@@ -19,6 +19,7 @@ from fast_layers.ops.attention import (
     api,
     hopper_bwd,
     hopper_bwd_deep,
+    hopper_bwd_rows,
     hopper_call,
     hopper_fwd,
     reference,
@@ -144,6 +145,27 @@ def test_blocks_that_take_several_tiles(name):
 def test_three_compute_warpgroups():
     with patched(forward_tiles(HopperForwardTiles(3, 128, stages=3, q_slots=2, blocks=1))):
         judged = judge(_square(400, heads=2, kv_heads=2), supports=only("forward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+
+
+# More tiles of keys than blocks, two rounds of the slots for keys.
+PERSISTENT_BACKWARD = {
+    "full": (Case(batch=1, q_len=256, kv_len=400, heads=1, kv_heads=1), HopperBackwardTiles(128, blocks=1)),
+    "causal, one step at the end": (
+        _square(384, heads=1, kv_heads=1, qk_dim=128, v_dim=128, is_causal=True),
+        HopperBackwardTiles(64, ragged_apart=True, blocks=2),
+    ),
+    "grouped heads": (_square(260, heads=4, kv_heads=2, is_causal=True), HopperBackwardTiles(128, blocks=2)),
+    "keys that nobody sees": (CASES["more keys"], HopperBackwardTiles(128, blocks=1)),
+}
+
+
+@pytest.mark.parametrize("name", some_each_run(PERSISTENT_BACKWARD, {"causal, one step at the end"}))
+def test_blocks_that_take_several_tiles_of_keys(name):
+    case, tiles = PERSISTENT_BACKWARD[name]
+    with patched(backward_tiles(tiles)):
+        judged = judge(case, supports=only("backward"))
     assert not judged.faulty, judged.report()
     assert judged.table.ok, judged.report()
 
@@ -376,6 +398,14 @@ BACKWARD_FAULTS = {
     "dK and dV not awaited": (BACKWARD_CASE, StandIn("read wait_smem_to_gmem #3"), ""),
 }
 
+# One step for each of three tiles of keys.
+ONE_STEP = Case(batch=1, q_len=128, kv_len=384, heads=1, kv_heads=1)
+PERSISTENT_BACKWARD_FAULTS = {
+    "keys and values overwritten": (ONE_STEP, StandIn("barrier_wait kv_consumed"), "write of SMEM"),
+    "dK before the last dQ": (ONE_STEP, StandIn("barrier_wait keys_left", "barrier_arrive keys_left"), "write of SMEM"),
+    "dK and dV overwritten": (ONE_STEP, StandIn("read wait_smem_to_gmem #2"), "write of SMEM"),
+}
+
 # Six steps: two rounds of every ring.
 DEEP_CASE = Case(batch=1, q_len=384, kv_len=64, heads=1, kv_heads=1, qk_dim=192, v_dim=64)
 MASKED_DEEP = dataclasses.replace(
@@ -429,9 +459,10 @@ BACKWARD_EACH_RUN = {
 DEEP_EACH_RUN = {"dS not awaited", "P overwritten"}
 
 
-def _run(module, case, stand_in):
+def _run(module, case, stand_in, *patches):
     pass_ = "forward" if module is hopper_fwd else "backward"
-    with changed(module, stand_in, FORWARD_TILES):
+    rows_by_xla = (hopper_bwd_rows, "takes", lambda *_: False)  # test_hopper_attention_rows.py has their kernel
+    with changed(module, stand_in, FORWARD_TILES, rows_by_xla, *patches):
         return judge(case, supports=only(pass_), timeout=20.0)
 
 
@@ -459,9 +490,9 @@ def test_without_a_fault_nothing_is_found(module, case):
     assert stand_in.hits == 0
 
 
-def _found(module, fault, faults):
+def _found(module, fault, faults, *patches):
     case, stand_in, access = faults[fault]
-    judged = _run(module, case, stand_in)
+    judged = _run(module, case, stand_in, *patches)
     assert stand_in.hits > 0, "the kernel has no such event any more"
     (sim,) = judged.simulations[-1:]
     assert sim.faulty
@@ -477,6 +508,12 @@ def test_planted_fault_of_the_forward_is_found(fault):
 @pytest.mark.parametrize("fault", some_each_run(BACKWARD_FAULTS, BACKWARD_EACH_RUN))
 def test_planted_fault_of_the_backward_is_found(fault):
     _found(hopper_bwd, fault, BACKWARD_FAULTS)
+
+
+@pytest.mark.parametrize("fault", some_each_run(PERSISTENT_BACKWARD_FAULTS, {"keys and values overwritten"}))
+def test_planted_fault_of_the_persistent_backward_is_found(fault):
+    patch = backward_tiles(HopperBackwardTiles(128, blocks=1))
+    _found(hopper_bwd, fault, PERSISTENT_BACKWARD_FAULTS, patch)
 
 
 @pytest.mark.parametrize("fault", some_each_run(DEEP_FAULTS, DEEP_EACH_RUN))

@@ -217,35 +217,37 @@ class HopperForwardTiles:
 class HopperBackwardTiles:
     """The backward kernel's shape: `q_tile` queries a step, `stages` slots for queries and output gradients each.
 
+    `blocks` of a persistent grid, 0 for one block per tile of keys.
+
     `ragged_apart`: the tiles that a causal mask or window cuts through have a loop of their own, instead of a branch in
     the one loop that keeps products from overlapping. At depths up to 64 under a causal mask alone it gained nothing.
     """
 
+    kv_tile = 128
+
     q_tile: int
     stages: int = 2
     ragged_apart: bool = False
+    blocks: int = 0
 
     def __post_init__(self):
         if self.q_tile not in (64, 128):
             raise ValueError(f"{self.q_tile=} must be 64 or 128: two warpgroups share dQ's tile of 64 or 128 rows")
-        if self.stages < 1:
-            raise ValueError(f"{self.stages=} must be at least 1")
+        if self.stages < 1 or self.blocks < 0:
+            raise ValueError(f"{self.stages=} must be at least 1 and {self.blocks=} at least 0")
 
     @property
     def depth_multiple(self) -> int:
         """Of the query's depth: with 64 rows the two warpgroups share dQ by columns, in whole swizzled tiles."""
         return 16 if self.q_tile == 128 else 128
 
-    @property
-    def kv_tile(self) -> int:
-        return 128
-
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
-        """Of 16-bit tiles, and of dQ's in 32 bits; barriers and row vectors take less than the last 4 KiB."""
+        """Of 16-bit tiles, of dQ's and of row vectors in 32 bits; barriers take less than the last KiB."""
         qk_dim, v_dim = -(-qk_dim // self.depth_multiple) * self.depth_multiple, -(-v_dim // 16) * 16
         inputs = 2 * (self.kv_tile + self.stages * self.q_tile) * (qk_dim + v_dim)
+        next_keys = 2 * self.kv_tile * qk_dim if self.blocks else 0
         d_scores, d_query = 2 * 2 * self.q_tile * self.kv_tile, 4 * self.q_tile * qk_dim
-        return inputs + d_scores + d_query + (4 << 10)
+        return inputs + next_keys + d_scores + d_query + 3 * 4 * self.stages * self.q_tile + (1 << 10)
 
     @classmethod
     def of(cls, problem: Problem) -> HopperBackwardTiles:
@@ -254,7 +256,10 @@ class HopperBackwardTiles:
         apart = band is not None and not p.mask.interval_arrays and not p.per_score
         if shallow and band is not None and band.low is None:
             apart = apart and p.softcap is not None
-        return cls(128 if shallow else 64, ragged_apart=apart)
+        known = not (p.mask.interval_arrays or p.mask.segments or p.per_score)
+        pieces = p.batch * p.kv_heads * -(-p.kv_len // cls.kv_tile)
+        persistent = shallow and known and pieces <= _MOST_DEALT_PIECES
+        return cls(128 if shallow else 64, ragged_apart=apart, blocks=HOPPER_SMS if persistent else 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,15 +2,20 @@
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth.
 
-A block owns 128 keys of one key/value head, 64 for each of its two compute warpgroups, and goes through the query tiles
-that see them, for every query head of the group. Scores stand keys first, so that dK and dV stay in registers:
+A block owns 128 keys of one key/value head at a time, 64 for each of its two compute warpgroups, and goes through the
+query tiles that see them, for every query head of the group. Scores stand keys first, so that dK and dV stay in
+registers:
 
     load warpgroup                              each compute warpgroup, on its own 64 keys
     --------------                              ------------------------------------------
-    K, V once           -> kv_ready             scores = K Q^T, d_weights = V dO^T    needs q_ready, d_out_ready
+    K, V        -> kv_ready                     scores = K Q^T, d_weights = V dO^T    needs q_ready, d_out_ready
     Q, lse      -> q_ready     waits q_consumed     dV += P dO                        P = 2^(scores - lse)
     dO, delta, units -> d_out_ready, likewise       dS = P * (d_weights - delta)      -> shared memory, scores_ready
                                                 dQ += dS^T K, its half; dK += dS Q    frees scores_consumed
+
+The blocks of a persistent grid take the tiles of keys that were dealt out to them when the call was traced. dQ lags a
+step behind, also from one tile of keys to the next; so there are two slots for K, and the one that is not in use takes
+dK to the GPU's memory, as V's takes dV. When both have left, kv_consumed lets the next K and V in.
 
 Where a mask hides scores, a tile with NaN or inf in Q or dO is mended first, one operand by each warpgroup
 (`queries_mended`).
@@ -31,6 +36,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -42,14 +48,15 @@ from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.kernel_parts.tanh import tanh
-from fast_layers.kernel_parts.tile_order import TileOrder
-from fast_layers.ops.attention import tuned
+from fast_layers.kernel_parts.tile_order import TileOrder, deal
+from fast_layers.ops.attention import hopper_bwd_rows, tuned
 from fast_layers.ops.attention.config import (
     HOPPER_SMS,
     MAX_SHALLOW_DEPTH,
     HopperBackwardTiles,
     HopperDeepBackwardTiles,
 )
+from fast_layers.ops.attention.hopper_bwd_rows import RowSums
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
 from fast_layers.ops.attention.masks import MaskForm
@@ -68,6 +75,8 @@ _BITS = 30
 _LARGEST_EXPONENT = 120
 _PIECES_TOGETHER = 2 * HOPPER_SMS
 """Of a group of heads, at least: two for each SM, since few long ones leave most SMs idle at the end."""
+_PIECE_COST = 0.7
+"""Of what a piece of work takes besides its steps, in the time of one."""
 _ROUNDING = 1.25
 """By how much the bound on dQ grows: weights and dS are rounded to 16 bits, and exp2 is approximate."""
 
@@ -89,6 +98,8 @@ class Operands(NamedTuple):
     broken_keys: Int[Array, "B K"] | None = None
     """Whether a key or value of the head may be NaN or inf; None where none is hidden."""
     broken_queries: Int[Array, "B N I"] | None = None
+    d_query: Int[Array, "B T N H"] | Float[Array, "B T N H"] | None = None
+    """Zeros to add to; None where there are none yet."""
     """Whether a query or output gradient of a tile may be; None where it may meet all weights, or was mended before."""
 
 
@@ -116,7 +127,12 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         query = finite_or_zero(query)
         d_out = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, finite_or_zero(d_out))
         lse = jnp.where(broken & ~sees_none, jnp.nan, lse)
-    delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    measured = hopper_bwd_rows.Operands(out, d_out, inputs.key, inputs.value)
+    if launch is _launch and hopper_bwd_rows.takes(p, tiles.q_tile):
+        rows = over_batch(functools.partial(hopper_bwd_rows.row_sums, summed_dtype(p)))(p, measured)
+    else:
+        rows = hopper_bwd_rows.row_sums_by_xla(measured)
+    delta = rows.delta
     broken_rows = ~(jnp.isfinite(lse) & jnp.isfinite(delta))
     delta = jnp.where(sees_none, 0.0, delta - d_lse)
     whole = round_up(p.q_len, tiles.q_tile)
@@ -124,7 +140,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     start = jnp.where(jnp.isfinite(delta) & (lse < jnp.inf), -lse / (p.scale if folds_lse(p) else 1.0), jnp.nan)
     start = jnp.where(sees_none, -jnp.inf, start)
     mask = RowMask.of(p, aux.mask, tiles.q_tile, tiles.kv_tile)
-    units, broken_keys = _units(p, aux.mask, inputs.key, inputs.value, d_out, delta)
+    units, broken_keys = _units(p, aux.mask, rows, delta)
     hides_keys = p.mask.band is not None or hides_queries or p.kv_len % tiles.kv_tile != 0
     operands = Operands(
         pad_for_tma(query, tiles.q_tile, qk_dim),
@@ -139,6 +155,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile, keys_first=True),
         broken_keys if hides_keys else None,
         _some_of_tile(pad_axis(broken_rows, whole, 2), tiles.q_tile) if hides_queries and in_kernel else None,
+        rows.d_query,
     )
     d_query, d_key, d_value = over_batch(functools.partial(launch, tiles), SHARED)(p, operands)
     # Integers know no NaN; a row that starts from NaN has one in every weight.
@@ -174,7 +191,7 @@ def _band_misses_rows(p: Problem) -> bool:
 
 
 def _units(
-    p: Problem, form: MaskForm, key: Array, value: Array, d_out: Array, delta: Array
+    p: Problem, form: MaskForm, rows: RowSums, delta: Float[Array, "B N T"]
 ) -> tuple[Float[Array, "B N T"], Int[Array, "B K"]]:
     """A power of two for each row, by which |dQ| / scale and all its partial sums are less than 2^30; broken_keys.
 
@@ -185,34 +202,20 @@ def _units(
     seen = _seen_keys(p, form)
 
     def largest(x, finite):
-        """[B, K, 1], of the keys that are seen and finite."""
-        counts = finite if seen is None else finite & seen[:, :, None]
-        return jnp.repeat(jnp.where(counts, x, 0.0).max(1), p.group, axis=1)[..., None]
+        """[B, N, 1], of the keys that are seen and finite."""
+        counts = finite if seen is None else finite & seen[:, None]
+        return jnp.repeat(jnp.where(counts, x, 0.0).max(2), p.group, axis=1)[..., None]
 
-    def length(x):
-        x = x.astype(jnp.float32)
-        return jnp.sqrt((x * x).sum(-1))
-
-    key_size, value_length = _sizes(key), length(value)
-    # A sum of squares may be infinite though the numbers are not; a maximum may lose a NaN, which that sum shows.
-    finite_values = (jnp.abs(value.astype(jnp.float32)).max(-1) < jnp.inf) & ~jnp.isnan(value_length)
-    longest_value = largest(value_length, finite_values) / (1.0 - p.dropout_rate)
-    d_weight = length(finite_or_zero(d_out)).swapaxes(1, 2) * longest_value + jnp.abs(finite_or_zero(delta))
-    bound = d_weight * largest(key_size, key_size < jnp.inf) * _ROUNDING
+    longest_value = largest(rows.value_length, rows.value_size < jnp.inf) / (1.0 - p.dropout_rate)
+    d_weight = rows.d_out_length * longest_value + jnp.abs(finite_or_zero(delta))
+    bound = d_weight * largest(rows.key_size, rows.key_size < jnp.inf) * _ROUNDING
     exponent = jnp.ceil(jnp.log2(jnp.maximum(bound, jnp.finfo(jnp.float32).tiny)))
     exponent = jnp.clip(_BITS - exponent, -_LARGEST_EXPONENT, _LARGEST_EXPONENT).astype(jnp.int32)
     # By its bits: exp2 of an integer need not be exact.
     power = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
     units = jnp.where(jnp.isfinite(bound), power, jnp.nan)
-    broken_keys = ~((key_size < jnp.inf) & jnp.isfinite(value_length)).all(1)
+    broken_keys = ~((rows.key_size < jnp.inf) & jnp.isfinite(rows.value_length)).all(2)
     return units, broken_keys.astype(jnp.int32)
-
-
-def _sizes(x: Float[Array, "B S K H"]) -> Float[Array, "B S K"]:
-    """The largest magnitude of each row, inf if it has a NaN or inf: by its bits, of which no maximum loses a NaN."""
-    bits = lax.bitcast_convert_type(x, jnp.uint16) & 0x7FFF
-    of_row = lax.bitcast_convert_type(bits.max(-1), x.dtype).astype(jnp.float32)
-    return jnp.where(of_row < jnp.inf, of_row, jnp.inf)
 
 
 def _some_of_tile(rows: Bool[Array, "B N T"], q_tile: int) -> Int[Array, "B N I"]:
@@ -224,9 +227,9 @@ def _seen_keys(p: Problem, form: MaskForm) -> Bool[Array, "B|1 S"] | None:
     by_some_row = (
         None if form.dense is None else jnp.broadcast_to(form.dense.any((1, 2)), (form.dense.shape[0], p.kv_len))
     )
-    start, stop = form.intervals(p.q_len, p.kv_len)
-    if start is None and stop is None:
+    if form.start is None and form.stop is None and form.key_segments is None and _band_shows_all_keys(p):
         return by_some_row
+    start, stop = form.intervals(p.q_len, p.kv_len)
     start = jnp.zeros((1, p.q_len), jnp.int32) if start is None else start
     stop = jnp.full((1, p.q_len), p.kv_len, jnp.int32) if stop is None else stop
     sees_some = start < stop
@@ -238,6 +241,13 @@ def _seen_keys(p: Problem, form: MaskForm) -> Bool[Array, "B|1 S"] | None:
     return seen if form.key_segments is None else seen & (form.key_segments >= 0)
 
 
+def _band_shows_all_keys(p: Problem) -> bool:
+    """Whether the static band hides neither the first keys nor the last from all rows."""
+    low, high = (None, None) if p.mask.band is None else (p.mask.band.low, p.mask.band.high)
+    first_seen = low is None or low <= 0
+    return first_seen and (high is None or p.q_len - 1 + high >= p.kv_len - 1)
+
+
 def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Array, "B|1 J 2"]:
     """The query tiles that each tile of keys visits."""
     visits = KvRange.of(mask.start, mask.stop, q_tile).transpose(kv_tile, -(-p.kv_len // kv_tile))
@@ -247,6 +257,18 @@ def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Arr
 def piece_order(p: Problem, kv_tiles: int, bytes_per_head: int) -> TileOrder:
     """Longest pieces first among the heads of a group, of which the last must leave no SM waiting for long."""
     return TileOrder.of(p.batch * p.kv_heads, kv_tiles, 1, bytes_per_head, _PIECES_TOGETHER)
+
+
+def _steps(p: Problem, q_tile: int, order: TileOrder) -> np.ndarray:
+    """Of each piece, by the static band alone."""
+    band, k_start = p.mask.band, np.arange(order.tiles) * KV_TILE
+    first, last = np.zeros_like(k_start), np.full_like(k_start, p.q_len)
+    if band is not None and band.high is not None:
+        first = np.clip(k_start - band.high, 0, p.q_len)
+    if band is not None and band.low is not None:
+        last = np.clip(k_start + KV_TILE - band.low, 0, p.q_len)
+    steps = p.group * np.maximum(-(-last // q_tile) - first // q_tile, 0)
+    return steps[np.arange(order.total) % (order.group * order.tiles) // order.group]
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
@@ -261,50 +283,100 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     panels = 1 if by_rows else WARPGROUPS
     panel = qk_dim // panels
     order = piece_order(p, kv_tiles, p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim))
+    steps = _steps(p, q_tile, order)
+    # A piece without steps would need its results' slots while those of the piece before are in use.
+    persistent = 0 < tiles.blocks < order.total and steps.min() > 0
+    schedule = [jnp.asarray(deal(steps + _PIECE_COST, tiles.blocks))] if persistent else []
+    zeros, operands = operands.d_query, operands._replace(d_query=None)
     arrays, tree = jax.tree.flatten(operands)
 
     def attention_backward(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-        d_query_ref, d_key_ref, d_value_ref = refs[tree.num_leaves :]
+        *schedule_ref, d_query_ref, d_key_ref, d_value_ref = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, q_tile, KV_TILE, inputs.mask, logits)
         s = _Scratch(**scratch)
 
-        piece = _Piece.of(p, tiles, order, mask, inputs, block)
+        def each_piece(role, before):
+            """The last `before = role(piece, turn, before)`, from what `before` makes; `turn` counts the pieces."""
+            if not persistent:
+                piece = _Piece.of(p, tiles, order, mask, inputs, block)
+                return role(piece, jnp.int32(0), before(piece))
+
+            def take(i, carry):
+                index, turn, before = carry
+                following = schedule_ref[0][block, i + 2]  # loaded long before it is needed
+                piece = _Piece.of(p, tiles, order, mask, inputs, index)
+                before = role(piece, turn, before)
+                return following, turn + 1, before
+
+            carry = schedule_ref[0][block, 1], jnp.int32(0), before(None)
+            return lax.fori_loop(0, schedule_ref[0][block, 0], take, carry)[2]
 
         @pl.when(warpgroup == WARPGROUPS)
         def _load():
             plgpu.set_max_registers(24, action="decrease")
-            load(inputs, s, piece)
+            each_piece(functools.partial(load, inputs, s), lambda _: jnp.int32(0))
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(240, action="increase")
-            keys = pl.ds(piece.kv_index * KV_TILE + warpgroup * ROWS, ROWS)
-            d_key, d_value = compute(inputs, s, mask, logits, d_query_ref, piece, keys.start, warpgroup)
-            if p.dropout_rate:
-                d_value = d_value * logits.survived
-            d_key = (d_key * p.scale).astype(p.dtype)
             own = pl.ds(warpgroup * ROWS, ROWS)
-            for i in range(panels):
-                s.k_slot[i, own] = d_key[:, i * panel : (i + 1) * panel]
-            s.v_slot[warpgroup] = d_value.astype(p.dtype)
-            plgpu.commit_smem()
-            for i in range(panels):
-                to = d_key_ref.at[piece.example, keys, piece.kv_head, pl.ds(i * panel, panel)]
-                plgpu.copy_smem_to_gmem(s.k_slot.at[i, own], to)
-            plgpu.copy_smem_to_gmem(s.v_slot.at[warpgroup], d_value_ref.at[piece.example, keys, piece.kv_head])
+
+            def gradients(piece: _Piece, turn, before: _Before):
+                keys = pl.ds(piece.kv_index * KV_TILE + warpgroup * ROWS, ROWS)
+                before, d_key, d_value = compute(
+                    inputs, s, mask, logits, d_query_ref, piece, turn, before, keys.start, warpgroup
+                )
+                if not persistent:
+                    last_d_query(s, d_query_ref, before, warpgroup)
+                plgpu.barrier_arrive(s.keys_left)
+                if p.dropout_rate:
+                    d_value = d_value * logits.survived
+                s.v_slot[warpgroup] = d_value.astype(p.dtype)
+                d_key = (d_key * p.scale).astype(p.dtype)
+                # Keys that both warpgroups have used for dQ.
+                plgpu.barrier_wait(s.keys_left)
+                free_slot = key_slot_of(turn + 1)
+                for i in range(panels):
+                    s.k_slots[free_slot, i, own] = d_key[:, i * panel : (i + 1) * panel]
+                plgpu.commit_smem()
+                for i in range(panels):
+                    to = d_key_ref.at[piece.example, keys, piece.kv_head, pl.ds(i * panel, panel)]
+                    plgpu.copy_smem_to_gmem(s.k_slots.at[free_slot, i, own], to)
+                plgpu.copy_smem_to_gmem(s.v_slot.at[warpgroup], d_value_ref.at[piece.example, keys, piece.kv_head])
+                if persistent:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(s.kv_consumed)
+                return before
+
+            any_units = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), BY_ROW) if p.reproducible else None
+            zero = jnp.int32(0)
+
+            def nothing(piece):
+                # With one piece its place is no part of what a step hands to the next.
+                example, k_index = (zero, zero) if piece is None else (piece.example, None)
+                return _Before(zero, example, zero, zero, k_index, any_units)
+
+            before = each_piece(gradients, nothing)
+            if persistent:
+                last_d_query(s, d_query_ref, before, warpgroup)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def load(inputs: Any, s: _Scratch, piece: _Piece):
+    def load(inputs: Any, s: _Scratch, piece: _Piece, turn, steps):
         example, kv_head, k_start = piece.example, piece.kv_head, piece.kv_index * KV_TILE
-        for i in range(panels):
-            key = inputs.key.at[example, pl.ds(k_start, KV_TILE), kv_head, pl.ds(i * panel, panel)]
-            plgpu.copy_gmem_to_smem(key, s.k_slot.at[i], s.kv_ready)
-        for i in range(WARPGROUPS):
-            value = inputs.value.at[example, pl.ds(k_start + i * ROWS, ROWS), kv_head]
-            plgpu.copy_gmem_to_smem(value, s.v_slot.at[i], s.kv_ready)
+
+        def load_keys():
+            if persistent:
+                pl.when(turn > 0)(lambda: plgpu.barrier_wait(s.kv_consumed))
+            k_slot = s.k_slots.at[key_slot_of(turn)]
+            for i in range(panels):
+                key = inputs.key.at[example, pl.ds(k_start, KV_TILE), kv_head, pl.ds(i * panel, panel)]
+                plgpu.copy_gmem_to_smem(key, k_slot.at[i], s.kv_ready)
+            for i in range(WARPGROUPS):
+                value = inputs.value.at[example, pl.ds(k_start + i * ROWS, ROWS), kv_head]
+                plgpu.copy_gmem_to_smem(value, s.v_slot.at[i], s.kv_ready)
 
         def load_queries(head, q_index, step, _hides):
             slot, rows = lax.rem(step, ring), pl.ds(q_index * q_tile, q_tile)
@@ -315,6 +387,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
 
             plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[slot], s.q_ready.at[slot])
             plgpu.copy_gmem_to_smem(inputs.lse.at[example, head, rows], s.row_slots.at[LSE, slot], s.q_ready.at[slot])
+            # After the first queries, whose slot is free before those of keys and values.
+            pl.when(step == steps)(load_keys)
 
             @pl.when(step >= ring)
             def _wait_d_out():
@@ -327,7 +401,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 plgpu.copy_gmem_to_smem(inputs.units.at[example, head, rows], s.row_slots.at[UNITS, slot], ready)
             return step + 1
 
-        piece.each_query_tile(load_queries, jnp.int32(0))
+        return piece.each_query_tile(load_queries, steps)
 
     def compute(
         inputs: Any,
@@ -336,25 +410,34 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         logits: TileLogits,
         d_query_ref,
         piece: _Piece,
+        turn,
+        before: _Before,
         k_start,
         warpgroup,
     ):
         own = pl.ds(warpgroup * ROWS, ROWS)
         example = piece.example
-        key = [s.k_slot.at[i, own] for i in range(panels)]
+        k_index = key_slot_of(turn)
+        place = {"example": example, "k_index": k_index} if persistent else {}
+        key = [s.k_slots.at[k_index, i, own] for i in range(panels)]
         value = s.v_slot.at[warpgroup]
         # Asked for before the wait, which hides how long memory takes to answer; so below.
         broken_keys = None if inputs.broken_keys is None else inputs.broken_keys[example, piece.kv_head] != 0
-        plgpu.barrier_wait(s.kv_ready)
+        pl.when(piece.steps > 0)(lambda: plgpu.barrier_wait(s.kv_ready))
         if broken_keys is not None:
 
-            @pl.when(broken_keys)
+            @pl.when(broken_keys & (piece.steps > 0))
             def _mend_keys():
                 # A weight of 0 times NaN is NaN, so what is hidden must be finite. Who sees a broken key has an lse of
                 # NaN.
                 for tile in (*key, value):
                     make_finite(tile)
                 plgpu.commit_smem()
+
+        @pl.when((before.steps == 0) & (piece.steps > 0))
+        def _nothing_before():
+            # The step before the first has no scores: its dQ, of whatever stands there, is added to nothing.
+            plgpu.barrier_arrive(s.scores_ready.at[1])
 
         def mend_queries(slot, broken):
             """One warpgroup mends the queries, the other the output gradients; both read both."""
@@ -419,28 +502,12 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 d_weights = jnp.where(keep, d_weights * logits.survived, 0.0) + delta
             return weights, kept, d_weights if d_cap is None else d_weights * d_cap
 
-        # Of the 64 in a tile of queries whose dQ this warpgroup sums up.
-        first_row = warpgroup * ROWS if by_rows else 0
-
-        def add_d_query(d_query, step: _Before, exists=None):
-            """Adds this warpgroup's half of a step's dQ to the sum in the GPU's memory."""
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            slot = s.d_query_slots.at[warpgroup]
-            slot[...] = as_summed(d_query, step.units)
-            plgpu.commit_smem()
-            columns = pl.ds(0 if by_rows else warpgroup * panel, panel)
-            to = d_query_ref.at[example, pl.ds(step.q_index * q_tile + first_row, ROWS), step.head, columns]
-            plgpu.copy_smem_to_gmem(slot, to, exists, reduction_op="add")
-
-        def multiply_d_query(acc, buffer):
-            mine, columns = (warpgroup, 0) if by_rows else (0, warpgroup)
-            plgpu.wgmma(acc, s.d_scores.at[buffer, mine].T, s.k_slot.at[columns])
-
         def over_queries(d_key, d_value):
             def step(head, q_index, before: _Before, hides):
                 i = before.steps
                 slot, buffer = lax.rem(i, ring), lax.rem(i, 2)
                 query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
+                first_row = warpgroup * ROWS if by_rows else 0
                 weights, kept, d_weights = pl.run_scoped(
                     functools.partial(weights_and_gradients, slot=slot, head=head, q_index=q_index, hides=hides),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
@@ -462,17 +529,17 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 plgpu.barrier_wait(s.scores_ready.at[1 - buffer])
 
                 def d_query_and_key(acc):
-                    multiply_d_query(acc, 1 - buffer)
+                    multiply_d_query(s, acc, before, warpgroup)
                     plgpu.wgmma(d_key, d_scores, query)
                     return plgpu.wgmma_accumulator_load(acc, wait_n=1)  # dK's product goes on
 
                 d_query = pl.run_scoped(d_query_and_key, plgpu.WGMMAAccumulatorRef((ROWS, panel), jnp.float32))
                 plgpu.barrier_arrive(s.d_out_consumed.at[slot])
                 plgpu.barrier_arrive(s.scores_consumed.at[1 - buffer])
-                add_d_query(d_query, before, i > 0)
+                add_d_query(s, d_query_ref, d_query, before, warpgroup)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(s.q_consumed.at[slot])
-                return _Before(i + 1, head, q_index, units)
+                return before._replace(steps=i + 1, head=head, q_index=q_index, units=units, **place)
 
             def write_d_scores(buffer, d_scores):
                 for j in range(q_tile // ROWS):
@@ -480,26 +547,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(s.scores_ready.at[buffer])
 
-            @pl.when(piece.steps > 0)
-            def _all_steps():
-                # The step before the first has no scores: its dQ, of whatever stands there, is added to nothing.
-                plgpu.barrier_arrive(s.scores_ready.at[1])
-                any_units = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), BY_ROW) if p.reproducible else None
-                start = _Before(jnp.int32(0), piece.first_head, piece.first, any_units)
-                before = piece.each_query_tile(step, start)
-                buffer = lax.rem(before.steps - 1, 2)
-                plgpu.barrier_wait(s.scores_ready.at[buffer])
-
-                def last(acc):
-                    multiply_d_query(acc, buffer)
-                    return acc[...]
-
-                d_query = pl.run_scoped(last, plgpu.WGMMAAccumulatorRef((ROWS, panel), jnp.float32))
-                add_d_query(d_query, before)
-                plgpu.barrier_arrive(s.scores_consumed.at[buffer])
-                plgpu.barrier_wait(s.scores_consumed.at[buffer])  # K's slot is free once both have used it for dQ
-
-            return d_key[...], d_value[...]
+            after = piece.each_query_tile(step, before)
+            return after, d_key[...], d_value[...]
 
         return pl.run_scoped(
             over_queries,
@@ -507,11 +556,43 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             plgpu.WGMMAAccumulatorRef((ROWS, v_dim), jnp.float32),
         )
 
+    def key_slot_of(turn):
+        return lax.rem(turn, 2) if persistent else 0
+
+    def multiply_d_query(s: _Scratch, acc, step: _Before, warpgroup):
+        buffer = lax.rem(step.steps + 1, 2)
+        mine, columns = (warpgroup, 0) if by_rows else (0, warpgroup)
+        plgpu.wgmma(acc, s.d_scores.at[buffer, mine].T, s.k_slots.at[step.k_index if persistent else 0, columns])
+
+    def add_d_query(s: _Scratch, d_query_ref, d_query, step: _Before, warpgroup):
+        """Adds this warpgroup's half of a step's dQ to the sum in the GPU's memory."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        slot = s.d_query_slots.at[warpgroup]
+        slot[...] = as_summed(d_query, step.units)
+        plgpu.commit_smem()
+        # Of the 64 in a tile of queries whose dQ this warpgroup sums up.
+        first_row = warpgroup * ROWS if by_rows else 0
+        columns = pl.ds(0 if by_rows else warpgroup * panel, panel)
+        to = d_query_ref.at[step.example, pl.ds(step.q_index * q_tile + first_row, ROWS), step.head, columns]
+        plgpu.copy_smem_to_gmem(slot, to, step.steps > 0, reduction_op="add")
+
+    def last_d_query(s: _Scratch, d_query_ref, before: _Before, warpgroup):
+        @pl.when(before.steps > 0)
+        def _last():
+            plgpu.barrier_wait(s.scores_ready.at[lax.rem(before.steps + 1, 2)])
+
+            def last(acc):
+                multiply_d_query(s, acc, before, warpgroup)
+                return acc[...]
+
+            d_query = pl.run_scoped(last, plgpu.WGMMAAccumulatorRef((ROWS, panel), jnp.float32))
+            add_d_query(s, d_query_ref, d_query, before, warpgroup)
+
     def by_query(x):
         return lax.broadcast_in_dim(x, (ROWS, q_tile), [1])
 
     scratch = {
-        "k_slot": smem_tile(panels, KV_TILE, panel, dtype=p.dtype),
+        "k_slots": smem_tile(2 if persistent else 1, panels, KV_TILE, panel, dtype=p.dtype),
         "v_slot": smem_tile(WARPGROUPS, ROWS, v_dim, dtype=p.dtype),
         "q_slots": smem_tile(ring, q_tile, qk_dim, dtype=p.dtype),
         "d_out_slots": smem_tile(ring, q_tile, v_dim, dtype=p.dtype),
@@ -526,18 +607,23 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         "queries_mended": plgpu.Barrier(num_arrivals=WARPGROUPS),
         "scores_ready": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
         "scores_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
+        "keys_left": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
-    d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p)))
+    if persistent:
+        scratch["kv_consumed"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
+    if zeros is None:
+        zeros = jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p))
+    d_query = jax.new_ref(zeros)
     d_key, d_value = plgpu.kernel(
         attention_backward,
         out_type=tuple(jax.ShapeDtypeStruct((p.batch, kv_rows, p.kv_heads, dim), p.dtype) for dim in (qk_dim, v_dim)),
-        grid=(order.total,),
+        grid=(tiles.blocks if persistent else order.total,),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*arrays, d_query)
+    )(*arrays, *schedule, d_query)
     return d_query[...], d_key, d_value
 
 
@@ -604,8 +690,10 @@ class _Before(NamedTuple):
     """The step before: how many there were up to it, its query head and tile, and the units of its rows."""
 
     steps: Any
+    example: Any
     head: Any
     q_index: Any
+    k_index: Any
     units: Any
 
 
@@ -630,7 +718,7 @@ def make_finite(tile: Any) -> None:
 class _Scratch(NamedTuple):
     """What a block holds in shared memory: tiles, and the barriers named after the event that they wait for."""
 
-    k_slot: Any
+    k_slots: Any
     v_slot: Any
     q_slots: Any
     d_out_slots: Any
@@ -645,3 +733,5 @@ class _Scratch(NamedTuple):
     queries_mended: Any
     scores_ready: Any
     scores_consumed: Any
+    keys_left: Any
+    kv_consumed: Any = None

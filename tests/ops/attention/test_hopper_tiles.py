@@ -39,6 +39,7 @@ def test_warpgroups_of_the_deep_backward_ask_for_no_more_either():
         (lambda: HopperForwardTiles(2, 128, splits=2, blocks=132), "splits"),
         (lambda: HopperBackwardTiles(96), "q_tile"),
         (lambda: HopperBackwardTiles(64, stages=0), "stages"),
+        (lambda: HopperBackwardTiles(64, blocks=-1), "blocks"),
         (lambda: HopperDeepBackwardTiles(3), "d_query_slots"),
     ],
 )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fast_layers.ops.attention import api, hopper_bwd
+from fast_layers.ops.attention.hopper_bwd_rows import Operands, row_sums_by_xla
 
 B, T, N, K, H = 2, 48, 4, 2, 16
 
@@ -22,7 +23,8 @@ def _operands(scale: float = 1.0):
 def _units(query, key, value, d_out, **options):
     inputs, aux, given, _ = api._prepare(query, key, value, **options)
     delta = jnp.zeros((B, N, T))
-    return hopper_bwd._units(given.problem(inputs, aux), aux.mask, inputs.key, inputs.value, jnp.asarray(d_out), delta)
+    rows = row_sums_by_xla(Operands(inputs.query, jnp.asarray(d_out), inputs.key, inputs.value))
+    return hopper_bwd._units(given.problem(inputs, aux), aux.mask, rows, delta)
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1.0, 1e12])

@@ -1,0 +1,185 @@
+"""What attention's backward for Hopper (sm_90a) must know of each row before it starts.
+
+Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, D depth.
+
+In the kernel each warpgroup goes through tiles of 64 rows of one head by itself, and loads them two tiles ahead: out
+and d_out first, in whose turns it also writes dQ's zeros, then keys and values. It waits for memory alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.ops.attention.config import HOPPER_SMS
+from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.problem import Problem, finite_or_zero
+from fast_layers.ops.attention.tile_mask import WGMMA
+
+WARPGROUPS = 3
+_STAGES = 2
+_ZERO_ROWS = 32
+"""Of dQ, that one copy writes."""
+
+
+class Operands(NamedTuple):
+    out: Float[Array, "B T N D"]
+    d_out: Float[Array, "B T N D"]
+    key: Float[Array, "B S K D"]
+    value: Float[Array, "B S K D"]
+
+
+class RowSums(NamedTuple):
+    """A size is the largest magnitude, inf where some number is NaN or inf."""
+
+    delta: Float[Array, "B N T"]
+    """The sum of out times d_out."""
+    d_out_length: Float[Array, "B N T"]
+    """Of what is finite."""
+    key_size: Float[Array, "B K S"]
+    value_size: Float[Array, "B K S"]
+    value_length: Float[Array, "B K S"]
+    """inf or NaN where the value has such."""
+    d_query: Array | None
+    """Zeros, to be added to; [B, T, N, D]."""
+
+
+def takes(p: Problem, q_tile: int) -> bool:
+    """Whether `row_sums` can be asked."""
+    return p.qk_dim == p.v_dim and p.v_dim in (64, 128) and p.q_len % q_tile == 0 and p.kv_len % ROWS == 0
+
+
+def row_sums_by_xla(operands: Operands) -> RowSums:
+    """Without dQ's zeros."""
+    out, d_out, value = (x.astype(jnp.float32) for x in (operands.out, operands.d_out, operands.value))
+
+    def length(x):
+        return jnp.sqrt((x * x).sum(-1))
+
+    value_length = length(value)
+    # A sum of squares may be infinite though the numbers are not; a maximum may lose a NaN, which that sum shows.
+    value_size = jnp.where(jnp.isnan(value_length), jnp.inf, jnp.abs(value).max(-1))
+    by_row = (out * d_out).sum(-1), length(finite_or_zero(d_out)), _sizes(operands.key), value_size, value_length
+    return RowSums(*(x.swapaxes(1, 2) for x in by_row), d_query=None)
+
+
+def _sizes(x: Float[Array, "B S K D"]) -> Float[Array, "B S K"]:
+    """By their bits, of which no maximum loses a NaN."""
+    bits = lax.bitcast_convert_type(x, jnp.uint16) & 0x7FFF
+    of_row = lax.bitcast_convert_type(bits.max(-1), x.dtype).astype(jnp.float32)
+    return jnp.where(of_row < jnp.inf, of_row, jnp.inf)
+
+
+# Jitted, so that a model of many equal layers traces and lowers the kernel once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def row_sums(summed_dtype: Any, p: Problem, operands: Operands) -> RowSums:
+    """In one pass over memory, for what it `takes`."""
+    depth = p.v_dim
+    most_tiles = p.batch * max(p.q_len * p.heads, p.kv_len * p.kv_heads) // ROWS
+    blocks = min(-(-most_tiles // WARPGROUPS), HOPPER_SMS)
+
+    def attention_backward_rows(*refs, slots, row_slots, zeros, ready, zeros_made):
+        inputs, results = Operands(*refs[: len(Operands._fields)]), RowSums(*refs[len(Operands._fields) :])
+        warpgroup = lax.axis_index("warpgroup")
+        worker, workers = lax.axis_index("block") * WARPGROUPS + warpgroup, blocks * WARPGROUPS
+
+        def each_tile(first_ref, second_ref, of_rows: Callable[..., Any], to: tuple[Any, ...], zeros_to: Any = None):
+            """`of_rows(first, second)` go `to` these arrays, and zeros to the tile of one more."""
+            batch, length, heads, _ = first_ref.shape
+            tiles = length // ROWS
+            total = batch * tiles * heads
+            count = lax.div(total - worker + (workers - 1), workers)
+
+            def place(turn):
+                index = worker + turn * workers
+                tile = lax.div(index, heads)
+                return lax.div(tile, tiles), pl.ds(lax.rem(tile, tiles) * ROWS, ROWS), lax.rem(index, heads)
+
+            def fetch(turn):
+                example, rows, head = place(turn)
+                at = warpgroup * _STAGES + lax.rem(turn, _STAGES)
+                for i, ref in enumerate((first_ref, second_ref)):
+                    plgpu.copy_gmem_to_smem(ref.at[example, rows, head], slots.at[at, i], ready.at[at])
+
+            def step(turn, _):
+                at = warpgroup * _STAGES + lax.rem(turn, _STAGES)
+                plgpu.barrier_wait(ready.at[at])
+                first, second = (plgpu.load(slots.at[at, i], layout=WGMMA) for i in range(2))
+                plgpu.commit_smem()  # read by all, before the next are written
+                pl.when(turn + _STAGES < count)(lambda: fetch(turn + _STAGES))
+                numbers = of_rows(first.astype(jnp.float32), second.astype(jnp.float32))
+                example, rows, head = place(turn)
+                # Those of the turn before may still be on their way.
+                stores = len(to) + (0 if zeros_to is None else ROWS // _ZERO_ROWS)
+                plgpu.wait_smem_to_gmem(stores, wait_read_only=True)
+                kept = row_slots.at[warpgroup, lax.rem(turn, 2)]
+                for i, x in enumerate(numbers):
+                    kept[i] = x
+                plgpu.commit_smem()
+                for i, ref in enumerate(to):
+                    plgpu.copy_smem_to_gmem(kept.at[i], ref.at[example, head, rows])
+                if zeros_to is not None:
+                    for start in range(0, ROWS, _ZERO_ROWS):
+                        part = pl.ds(rows.start + start, _ZERO_ROWS)
+                        plgpu.copy_smem_to_gmem(zeros, zeros_to.at[example, part, head])
+
+            for turn in range(_STAGES):
+                pl.when(turn < count)(functools.partial(fetch, turn))
+            lax.fori_loop(0, count, step, None)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def size(x):
+            broken = (x * 0.0).sum(axis=1) != 0.0  # NaN differs from everything
+            return jnp.where(broken, jnp.inf, jnp.abs(x).max(axis=1))
+
+        def of_queries(out, d_out):
+            finite = jnp.where(jnp.abs(d_out) < jnp.inf, d_out, 0.0)
+            return (out * d_out).sum(axis=1), jnp.sqrt((finite * finite).sum(axis=1))
+
+        def of_keys(key, value):
+            return size(key), size(value), jnp.sqrt((value * value).sum(axis=1))
+
+        @pl.when(warpgroup == 0)
+        def _make_zeros():
+            zeros[...] = plgpu.layout_cast(jnp.zeros(zeros.shape, zeros.dtype), plgpu.Layout.WG_STRIDED(zeros.shape, 4))
+
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(zeros_made)
+        plgpu.barrier_wait(zeros_made)
+        each_tile(inputs.out, inputs.d_out, of_queries, results[:2], results.d_query)
+        each_tile(inputs.key, inputs.value, of_keys, results[2:5])
+
+    def rows(heads, length):
+        return jax.ShapeDtypeStruct((p.batch, heads, length), jnp.float32)
+
+    of_key = rows(p.kv_heads, p.kv_len)
+    return RowSums(
+        *plgpu.kernel(
+            attention_backward_rows,
+            out_type=(
+                *[rows(p.heads, p.q_len)] * 2,
+                *[of_key] * 3,
+                jax.ShapeDtypeStruct((p.batch, p.q_len, p.heads, depth), summed_dtype),
+            ),
+            grid=(blocks,),
+            grid_names=("block",),
+            num_threads=WARPGROUPS,
+            thread_name="warpgroup",
+            scratch_types={
+                "slots": smem_tile(WARPGROUPS * _STAGES, 2, ROWS, depth, dtype=p.dtype),
+                "row_slots": plgpu.SMEM((WARPGROUPS, 2, 3, ROWS), jnp.float32),
+                "zeros": plgpu.SMEM((_ZERO_ROWS, depth), summed_dtype),
+                "ready": plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS * _STAGES),
+                "zeros_made": plgpu.Barrier(num_arrivals=WARPGROUPS),
+            },
+        )(*operands)
+    )
