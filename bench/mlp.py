@@ -18,7 +18,6 @@ Axis letters: M tokens, I input features, F hidden features.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import datetime
 import functools
@@ -261,7 +260,7 @@ def kept_bytes(peer: Peer, case: Case) -> int:
 
 
 class JaxProgram:
-    """A peer's call; compiled when that is first asked for."""
+    """A peer's compiled call."""
 
     def __init__(self, peer: Peer, case: Case, pass_: Pass):
         apply = functools.partial(peer.apply, case)
@@ -273,12 +272,8 @@ class JaxProgram:
         weights, x = _abstract(case)
         self.pass_ = pass_
         arguments = (weights, x) if pass_ == "forward" else (weights, x, x)
-        self._lowered = jax.jit(apply if pass_ == "forward" else both).lower(*arguments)
+        self.compiled = jax.jit(apply if pass_ == "forward" else both).lower(*arguments).compile()
         self.roughly: float | None = None
-
-    @functools.cached_property
-    def compiled(self) -> jax.stages.Compiled:
-        return self._lowered.compile()
 
     def results(self, inputs: tuple) -> Any:
         return jax.block_until_ready(self.compiled(*self._arguments(inputs)))
@@ -440,25 +435,18 @@ def measure_cell(
     inputs, no_inputs = attempt(lambda: jax.block_until_ready(inputs_of(case)))
     programs: dict[str, JaxProgram | TorchProgram] = {}
     taken: dict[str, list[float]] = {}
+    yardstick = None
     for peer in peers:
         row = rows[peer.name]
         refusal, failure = attempt(lambda p=peer: p.refuses(case, pass_))
         row.refused = refusal or failure or no_inputs
         if row.refused:
             continue
-        same = next((p.name for p in peers if p.apply is peer.apply and p.name in programs), None)
-        if same is not None:
-            programs[peer.name] = programs[same]
-            continue
-        kind = TorchProgram if peer.framework == "torch" else JaxProgram
-        program, row.refused = attempt(lambda p=peer, kind=kind: kind(p, case, pass_))
-        if program is not None:
-            programs[peer.name] = program
-    _compile_side_by_side(programs, rows)
-    yardstick = None
-    for peer in peers:
-        row, program = rows[peer.name], programs.pop(peer.name, None)
-        if program is None or row.refused:
+        program: Any = next((programs[p.name] for p in peers if p.apply is peer.apply and p.name in programs), None)
+        if program is None:
+            kind = TorchProgram if peer.framework == "torch" else JaxProgram
+            program, row.refused = attempt(lambda p=peer, kind=kind: kind(p, case, pass_))
+        if row.refused:
             continue
         results, row.refused = attempt(lambda p=program: p.results(inputs))
         if row.refused:
@@ -498,18 +486,6 @@ def measure_cell(
     for row, seconds in timed:
         row.ratio = None if best is None else best / seconds
     return list(rows.values())
-
-
-def _compile_side_by_side(programs: Mapping[str, JaxProgram | TorchProgram], rows: Mapping[str, Row]) -> None:
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiling = {
-            program: pool.submit(attempt, lambda p=program: p.compiled)
-            for program in set(programs.values())
-            if isinstance(program, JaxProgram)
-        }
-    for name, program in programs.items():
-        if program in compiling:
-            rows[name].refused = compiling[program].result()[1]
 
 
 def _in_one_row(
