@@ -75,6 +75,9 @@ _BITS = 30
 _LARGEST_EXPONENT = 120
 _PIECES_TOGETHER = 2 * HOPPER_SMS
 """Of a group of heads, at least: two for each SM, since few long ones leave most SMs idle at the end."""
+_SHORT_TILES = 32
+_MANY_PIECES = 12 * HOPPER_SMS
+"""The rows and pieces for which an H200 was timed to be faster with groups that fit in its cache: bench/NOTES.md."""
 _PIECE_COST = 0.7
 """Of what a piece of work takes besides its steps, in the time of one."""
 _ROUNDING = 1.25
@@ -254,9 +257,20 @@ def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Arr
     return jnp.stack(visits, -1)
 
 
-def piece_order(p: Problem, kv_tiles: int, bytes_per_head: int) -> TileOrder:
-    """Longest pieces first among the heads of a group, of which the last must leave no SM waiting for long."""
-    return TileOrder.of(p.batch * p.kv_heads, kv_tiles, 1, bytes_per_head, _PIECES_TOGETHER)
+def piece_order(p: Problem, kv_tiles: int, bytes_per_head: int, fits_first: bool = False) -> TileOrder:
+    """Longest pieces first among the heads of a group, of which the last must leave no SM waiting for long.
+
+    Or with `fits_first` among those whose queries and gradients fit in the cache together, and no more.
+    """
+    return TileOrder.of(p.batch * p.kv_heads, kv_tiles, 1, bytes_per_head, 1 if fits_first else _PIECES_TOGETHER)
+
+
+def _fits_first(p: Problem, tiles: HopperBackwardTiles, kv_tiles: int) -> bool:
+    """Where short rows have the cache wait for memory, and pieces are many. Blocks of a persistent grid run in step,
+    and more of them on one head add to the same dQ at once."""
+    known = not (p.mask.interval_arrays or p.mask.segments or p.per_score)
+    pieces = p.batch * p.kv_heads * kv_tiles
+    return known and not tiles.blocks and kv_tiles <= _SHORT_TILES and pieces >= _MANY_PIECES
 
 
 def _steps(p: Problem, q_tile: int, order: TileOrder) -> np.ndarray:
@@ -282,7 +296,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     by_rows = q_tile == WARPGROUPS * ROWS
     panels = 1 if by_rows else WARPGROUPS
     panel = qk_dim // panels
-    order = piece_order(p, kv_tiles, p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim))
+    bytes_per_head = p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
+    order = piece_order(p, kv_tiles, bytes_per_head, _fits_first(p, tiles, kv_tiles))
     steps = _steps(p, q_tile, order)
     # A piece without steps would need its results' slots while those of the piece before are in use.
     persistent = 0 < tiles.blocks < order.total and steps.min() > 0

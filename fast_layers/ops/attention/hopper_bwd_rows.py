@@ -2,8 +2,8 @@
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, D depth.
 
-In the kernel each warpgroup goes through tiles of 64 rows of one head by itself, and loads them two tiles ahead: out
-and d_out first, in whose turns it also writes dQ's zeros, then keys and values. It waits for memory alone.
+In the kernel each warpgroup goes through tiles of 64 rows of one head by itself, and loads them two tiles ahead:
+keys and values first, then out and d_out, in whose turns it also writes dQ's zeros. It waits for memory alone.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def row_sums(summed_dtype: Any, p: Problem, operands: Operands) -> RowSums:
         plgpu.commit_smem()
         plgpu.barrier_arrive(zeros_made)
         plgpu.barrier_wait(zeros_made)
-        each_tile(inputs.out, inputs.d_out, of_queries, results[:2], results.d_query)
         each_tile(inputs.key, inputs.value, of_keys, results[2:5])
+        each_tile(inputs.out, inputs.d_out, of_queries, results[:2], results.d_query)
 
     def rows(heads, length):
         return jax.ShapeDtypeStruct((p.batch, heads, length), jnp.float32)
