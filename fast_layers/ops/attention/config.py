@@ -266,19 +266,21 @@ class HopperBackwardTiles:
 class HopperDeepBackwardTiles:
     """The shape of the backward kernel for depths over 128: tiles of 64 queries and 64 keys.
 
-    `d_query_slots` parts of dQ, of 32 columns, are on their way to the GPU's memory.
+    `d_query_slots` parts of dQ, each of as many `columns`, are on their way to the GPU's memory.
     """
 
     q_tile = kv_tile = 64
     depth_multiple = 64
     """Of the query's depth: dQ is made by panels of 64 columns."""
-    columns = 32
 
     d_query_slots: int = 2
+    columns: int = 32
 
     def __post_init__(self):
-        if self.d_query_slots not in (1, 2):
-            raise ValueError(f"{self.d_query_slots=} must be 1 or 2: a panel of dQ has two parts")
+        if self.d_query_slots < 1:
+            raise ValueError(f"{self.d_query_slots=} must be at least 1")
+        if self.columns not in (32, 64):
+            raise ValueError(f"{self.columns=} must be 32 or 64: half a panel of dQ, or a whole one")
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, and of dQ's in 32 bits; row vectors take 2 KiB, barriers less than the last."""
@@ -289,4 +291,8 @@ class HopperDeepBackwardTiles:
 
     @classmethod
     def of(cls, problem: Problem) -> HopperDeepBackwardTiles:
-        return cls()
+        p, whole_panels = problem, cls(d_query_slots=3, columns=64)
+        # Measured on an H200, 2026-11-23: see bench/NOTES.md.
+        three = -(-p.qk_dim // cls.depth_multiple) == 3
+        fits = whole_panels.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES
+        return whole_panels if three and fits else cls()

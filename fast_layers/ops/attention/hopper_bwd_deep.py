@@ -15,7 +15,11 @@ one keeps dV, one dK, and one sends dQ away; P and dS go from one to the next th
 
 The scores and their gradients are a step ahead of the other products, so that the tensor cores have work while
 exponentials and dS are made. There is one P and one dS: weights_consumed and scores_consumed say that the next may be
-written.
+written, at which the writer arrives too, since its own product reads what it wrote.
+
+JAX would put two barriers around each store to shared memory and one before each copy into it; it is told not to, since
+the query warpgroup waits for little else. What the warps of a warpgroup leave for one another, or for a copy, stands
+before a commit or before a barrier at which all of them arrive.
 
 There is no load warpgroup: with four, ptxas has 128 registers for a product of 256 columns and refuses. A slot is
 refilled by whoever reads it last: queries by the key warpgroup after dK, output gradients by the value warpgroup after
@@ -60,8 +64,6 @@ from fast_layers.ops.attention.tile_mask import WGMMA, TileMask
 VALUE_WG, KEY_WG, QUERY_WG = range(3)
 REGISTERS = {VALUE_WG: 208, KEY_WG: 200, QUERY_WG: 96}
 """Of each thread: together what three warpgroups are launched with, 168 each."""
-PANEL = 64
-"""Columns of dQ in one product."""
 _SLOTS = 2
 _LSE, _DELTA, _UNITS = range(2), range(2, 5), range(5, 8)
 """Slots in the array of row vectors, of 2 KiB in all."""
@@ -73,7 +75,8 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     """(d_query without the scale, as `as_summed` has it, d_key, d_value), padded as the operands are."""
     _, q_rows, _, qk_dim = operands.query.shape
     _, kv_rows, _, v_dim = operands.value.shape
-    q_tile, kv_tile, columns = tiles.q_tile, tiles.kv_tile, tiles.columns
+    q_tile, kv_tile, panel, columns = tiles.q_tile, tiles.kv_tile, tiles.depth_multiple, tiles.columns
+    parts = qk_dim // columns
     # The key warpgroup gets more than the weights that meet dO, so these stay where they were made.
     holds_weights = p.softcap is not None or p.dropout_rate > 0
     bytes_per_head = p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
@@ -228,12 +231,14 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
 
                 weights, handed_over = pl.run_scoped(next_weights, score_accumulator)
                 plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(s.weights_consumed)
                 plgpu.barrier_wait(s.weights_consumed)
                 load_d_out(inputs, s, block, i + _SLOTS)
                 hand_over(handed_over)
                 return weights if holds_weights else None
 
             lax.fori_loop(0, block.steps, step, pl.run_scoped(first_weights, score_accumulator))
+            plgpu.barrier_arrive(s.weights_consumed)  # with the key warpgroup's, which has taken the last P
             return d_value[...]
 
         return pl.run_scoped(over_queries, plgpu.WGMMAAccumulatorRef((ROWS, v_dim), jnp.float32))
@@ -283,10 +288,12 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                     plgpu.wgmma(d_key, s.d_scores, s.q_slots.at[lax.rem(i, _SLOTS)])
                     d_weight_product(acc, i + 1, delta)  # after the last step, of an old query: nobody uses them
                     plgpu.wgmma_wait(1)
+                    plgpu.commit_smem()  # for its barrier: each warp has waited for its own products only
                     load_query(inputs, s, block, i + _SLOTS)
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
                 d_scores = d_scores_of(pl.run_scoped(next_d_weights, score_accumulator), delta)
+                plgpu.barrier_arrive(s.scores_consumed)
                 plgpu.barrier_wait(s.scores_consumed)
                 hand_over(d_scores, i + 1)
 
@@ -298,11 +305,11 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
 
     def add_d_query(d_query_ref, s: _Scratch, block: _Block):
         """What the query warpgroup does."""
-        starts = range(0, qk_dim, PANEL)
-        accumulator = plgpu.WGMMAAccumulatorRef((q_tile, PANEL), jnp.float32)
+        starts = range(0, qk_dim, panel)
+        accumulator = plgpu.WGMMAAccumulatorRef((q_tile, panel), jnp.float32)
 
         def product(acc, step, start):
-            plgpu.wgmma(acc, s.d_scores.T, s.k_slot.at[opaque_zero(step), :, start : start + PANEL])
+            plgpu.wgmma(acc, s.d_scores.T, s.k_slot.at[opaque_zero(step), :, start : start + panel])
 
         def step(i, _):
             head, rows = block.place(i)
@@ -312,8 +319,9 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                 units = plgpu.load(row_slot(s, _UNITS, i), layout=BY_ROW, optimized=False)
 
             def add(d_query, start):
-                for within in range(0, PANEL, columns):
-                    slot = s.d_query_slots.at[(start + within) // columns % tiles.d_query_slots]
+                for within in range(0, panel, columns):
+                    part, slots = (start + within) // columns, tiles.d_query_slots
+                    slot = s.d_query_slots.at[part % slots if parts % slots == 0 else lax.rem(i * parts + part, slots)]
                     plgpu.wait_smem_to_gmem(tiles.d_query_slots - 1, wait_read_only=True)
                     slot[...] = as_summed(d_query[:, within : within + columns], units)
                     plgpu.commit_smem()
@@ -328,7 +336,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
             for start in starts[:-1]:
 
                 def next_panel(acc, start=start, d_query=d_query):
-                    product(acc, i, start + PANEL)
+                    product(acc, i, start + panel)
                     add(d_query, start)
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
@@ -361,9 +369,9 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         "q_ready": plgpu.Barrier(num_arrivals=2 + p.reproducible, num_barriers=_SLOTS),
         "d_out_ready": plgpu.Barrier(num_arrivals=2, num_barriers=_SLOTS),
         "weights_ready": plgpu.Barrier(num_arrivals=1),
-        "weights_consumed": plgpu.Barrier(num_arrivals=1),
+        "weights_consumed": plgpu.Barrier(num_arrivals=2),
         "scores_ready": plgpu.Barrier(num_arrivals=1),
-        "scores_consumed": plgpu.Barrier(num_arrivals=1),
+        "scores_consumed": plgpu.Barrier(num_arrivals=2),
         "products_done": plgpu.Barrier(num_arrivals=len(REGISTERS)),
     }
     d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p)))
@@ -375,7 +383,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         num_threads=len(REGISTERS),
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(*jax.tree.leaves(operands), d_query)
     return d_query[...], d_key, d_value
 
@@ -398,8 +406,14 @@ class _Block(NamedTuple):
         """(query head, rows) of a step."""
         per_head = self.last - self.first
         turn = lax.div(step, jnp.maximum(per_head, 1))
+        tile = step - turn * per_head
+        if self.problem.mask.band is None:
+            # Blocks that are all at the same queries would add to the same rows of dQ at once. A causal mask or a
+            # window keeps them apart.
+            tile += lax.rem(lax.div(self.k_start, HopperDeepBackwardTiles.kv_tile), jnp.maximum(per_head, 1))
+            tile = jnp.where(tile < per_head, tile, tile - per_head)
         q_tile = HopperDeepBackwardTiles.q_tile
-        return self.kv_head * self.problem.group + turn, pl.ds((self.first + step - turn * per_head) * q_tile, q_tile)
+        return self.kv_head * self.problem.group + turn, pl.ds((self.first + tile) * q_tile, q_tile)
 
 
 class _Scratch(NamedTuple):

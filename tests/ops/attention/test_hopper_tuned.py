@@ -35,6 +35,13 @@ def _problem(length=2048, depth=64, v_dim=None, heads=16, group=1, **options):
     return problems[0]
 
 
+@pytest.mark.parametrize(
+    ("depths", "tiles"), [((192, 128), HopperDeepBackwardTiles(3, 64)), ((256, 256), HopperDeepBackwardTiles(2, 32))]
+)
+def test_the_deep_backward_sends_whole_panels_where_three_fit(depths, tiles):
+    assert HopperDeepBackwardTiles.of(_problem(depth=depths[0], v_dim=depths[1])) == tiles
+
+
 @pytest.fixture
 def user_file(tmp_path, monkeypatch):
     """Where the user's table is; the process has read none yet."""
