@@ -102,7 +102,7 @@ MORE = {
     "float16": Launch(TOKENS, 8192, 2048, Differentiate("gelu_tanh", (True,)), b_turned=True, dtype=jnp.float16),
     "few rows": Launch(8, 8192, 2048, Activate("gelu_tanh", (True,))),
     "few rows, gated": Launch(8, 21888, 8192, Activate("silu", (False, False))),
-    "dozens of rows, gated": Launch(61, 5504, 2048, Activate("silu", (True, True)), dtype=jnp.float16),
+    "dozens of rows, gated": Launch(29, 5504, 2048, Activate("silu", (True, True)), dtype=jnp.float16),
     "few rows, backward": Launch(8, 8192, 2048, Differentiate("silu", (True, True)), b_turned=True),
     "a weight's gradient from few rows": Launch(2048, 8192, 8, a_turned=True),
     "few columns": Launch(TOKENS, 64, 2048, Activate("gelu_tanh", (True,))),

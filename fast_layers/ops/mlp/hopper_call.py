@@ -9,6 +9,7 @@ from fast_layers.arch import Arch
 from fast_layers.dispatch import Pass
 from fast_layers.kernel_parts import refusals
 from fast_layers.ops.mlp import kernel_call
+from fast_layers.ops.mlp.config import FEW_ROWS
 from fast_layers.ops.mlp.problem import Inputs, PreActivations, Problem, Residuals
 
 
@@ -23,34 +24,41 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
 
 _NARROWEST, _WIDEST = 2048, 4096
 # Where an H200 was timed and no slower than XLA or Flax (bench/NOTES.md), by gate and pass: at width 2048, and over it.
-_FEWEST_TOKENS: dict[tuple[bool, Pass], tuple[int, int | None]] = {
+_FEWEST_TOKENS: dict[tuple[bool, Pass], tuple[int, int]] = {
     (False, "forward"): (512, 8192),
     (False, "backward"): (512, 8192),
-    (True, "forward"): (512, 16_384),
-    (True, "backward"): (512, None),
+    (True, "forward"): (512, 8192),
+    (True, "backward"): (512, 8192),
 }
+# The same of decoding steps, at width 4096, by gate.
+_FEW_TOKENS = {False: range(FEW_ROWS, FEW_ROWS + 1), True: range(1, FEW_ROWS + 1)}
+_BARE_SIZES = range(4096, 8192 + 1)
+"""Of a bare matmul's forward."""
 
 
 def by_name_only(problem: Problem, arch: Arch, pass_: Pass) -> str | None:
     """Why XLA is the first choice where both take the call."""
     p = problem
     del arch
-    if p.out_features is None:
-        return "has not been timed without a product down, or is no faster than XLA's where it was"
     if p.dtype != jnp.bfloat16:
         return f"has not been timed in {p.dtype}"
+    if p.out_features is None:
+        bare = p.activation == "identity" and not (p.gated or p.up_bias) and pass_ == "forward"
+        if bare and all(size in _BARE_SIZES for size in (p.tokens, p.in_features, p.hidden_features)):
+            return None
+        return "has not been timed without a product down, or is no faster than XLA's where it was"
     widths = (p.in_features, p.out_features)
     if not all(_NARROWEST <= width <= _WIDEST for width in widths):
         wanted = f"{_NARROWEST} to {_WIDEST}"
         return f"has been timed at widths of {wanted}, got {p.in_features} in and {p.out_features} out"
     if p.hidden_features < 2 * p.in_features:
         return f"has been timed with hidden sizes from twice the width on, got {p.hidden_features} for {p.in_features}"
+    if pass_ == "forward" and widths == (_WIDEST, _WIDEST) and p.tokens in _FEW_TOKENS[p.gated]:
+        return None
     at_narrowest, wider = _FEWEST_TOKENS[p.gated, pass_]
     fewest = at_narrowest if max(widths) == _NARROWEST else wider
-    call = f"{pass_} {'with' if p.gated else 'without'} a gate at widths of {p.in_features} and {p.out_features}"
-    if fewest is None:
-        return f"is no faster than XLA's {call}, or was not timed there"
     if p.tokens < fewest:
+        call = f"{pass_} {'with' if p.gated else 'without'} a gate at widths of {p.in_features} and {p.out_features}"
         return f"is no faster than XLA's {call} below {fewest} tokens, or was not timed there, got {p.tokens}"
     return None
 

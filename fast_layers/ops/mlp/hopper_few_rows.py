@@ -11,7 +11,7 @@ computed turned, (x w)^T, so that nothing is loaded or multiplied for tokens tha
                   waits consumed(k)       the products leave by TMA, in float32, under the next tile's steps
 
 Blocks are persistent, as is their ring of operands. K is split over so many blocks that all SMs load until the end
-(`splits`); XLA adds the parts up, turns the sum, and does what the epilogue would have done.
+(`splits`); XLA adds the parts up, does what the epilogue would have done, and turns the result.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def multiply(m: Matmul, operands: Operands, tiles: HopperFewRowsTiles) -> Result
     """The parts are added up in the same order in every run."""
     x = fit(operands.a[0], tiles.rows, DEPTH_TILE)
     weights = tuple(fit(w, DEPTH_TILE, BLOCK_COLUMNS) for w in operands.b)
-    summed = [parts.sum(0).T for parts in _launch(tiles, m.columns, x, weights)]
-    return finish(m, operands, [each[: m.rows, : m.columns] for each in summed])
+    summed = [parts.sum(0)[: m.columns, : m.rows] for parts in _launch(tiles, m.columns, x, weights)]
+    return finish(m, operands, summed, turned=True)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.

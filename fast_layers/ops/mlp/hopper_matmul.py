@@ -43,10 +43,10 @@ from fast_layers.ops.mlp.config import (
     COMPUTE_REGISTERS,
     COMPUTE_WGS,
     DEPTH_TILE,
-    FEW_ROWS,
     HOPPER_SMS,
     LOAD_REGISTERS,
     PIECE,
+    TURNED_ROWS,
     HopperFewRowsTiles,
     HopperMatmulTiles,
 )
@@ -92,7 +92,7 @@ def multiply_together(products: Products, tiles: HopperMatmulTiles | None = None
 
 
 def tiles_of(m: Matmul) -> HopperMatmulTiles | HopperFewRowsTiles:
-    if m.rows <= FEW_ROWS and m.terms == 1 and not (m.a_turned or m.b_turned or m.epilogue.reads):
+    if m.rows <= TURNED_ROWS and m.terms == 1 and not (m.a_turned or m.b_turned or m.epilogue.reads):
         return HopperFewRowsTiles.of(m.rows, m.columns, m.depth, m.needs)
     return HopperMatmulTiles.of(m.rows, m.columns, m.depth, m.needs, m.terms)
 

@@ -104,19 +104,20 @@ def fit(x: Array, least_rows: int, least_columns: int) -> Array:
     return jnp.pad(x, [(0, rows - x.shape[0]), (0, columns - x.shape[1])])
 
 
-def finish(m: Matmul, operands: Operands, products: list[Float[Array, "R C"]]) -> Results:
-    """What the epilogue would have made of these, left to XLA."""
-    biases = [None if b is None else b.astype(jnp.float32)[None] for b in operands.biases]
+def finish(m: Matmul, operands: Operands, products: list[Array], *, turned: bool = False) -> Results:
+    """What the epilogue would have made of these, left to XLA; with `turned` they are [C, R], and nothing is summed."""
+    over = (slice(None), None) if turned else (None, slice(None))
+    biases = [None if b is None else b.astype(jnp.float32)[over] for b in operands.biases]
     if isinstance(m.epilogue, Activate):
         # A mere conversion XLA would drop, since it is undone at once.
         to = jnp.finfo(m.dtype)
-        (*products,) = (
-            lax.reduce_precision(x if b is None else x + b, to.nexp, to.nmant)
-            for x, b in zip(products, biases, strict=True)
-        )
-        biases = [None] * len(biases)
+        sums = [x if b is None else x + b for x, b in zip(products, biases, strict=True)]
+        products, biases = [lax.reduce_precision(x, to.nexp, to.nmant) for x in sums], [None] * len(sums)
+    written = list(m.epilogue(m.dtype, products, biases, operands.read))
+    if turned:
+        return [x.T for x in written], []
     # Without the barrier XLA would hand the next product float32.
-    written = lax.optimization_barrier(list(m.epilogue(m.dtype, products, biases, operands.read)))
+    written = lax.optimization_barrier(written)
     return written, [written[i].astype(jnp.float32).sum(0) for i in m.epilogue.sums]
 
 

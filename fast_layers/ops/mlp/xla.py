@@ -49,6 +49,9 @@ def backward(problem: Problem, residuals: Residuals, d_out: Float[Array, "M O"])
         d_w_down = _matmul(p, _hidden(p, up, gate), d_out, contract=(0, 0))
         d_b_down = None if inputs.b_down is None else _sum_over_tokens(p, d_out)
     d_up, d_gate = _d_pre_activations(p, up, gate, d_h)
+    if (p.up_bias or p.gate_bias) and p.dtype != p.accumulator_dtype:
+        # Without the barrier XLA sums the biases' gradients from float32, which it writes to memory for that.
+        d_up, d_gate = lax.optimization_barrier((d_up, d_gate))
     d_x = _matmul(p, d_up, inputs.w_up, contract=(1, 1))
     d_w_gate = d_b_gate = None
     if inputs.w_gate is not None:

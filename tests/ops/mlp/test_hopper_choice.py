@@ -63,7 +63,10 @@ TIMED: list[tuple[int, int, bool, tuple[Pass, ...]]] = [
     (2048, 512, True, PASSES),
     (2048, 16_384, True, PASSES),
     (4096, 8192, False, PASSES),
-    (4096, 16_384, True, ("forward",)),
+    (4096, 8192, True, PASSES),
+    (4096, 1, True, ("forward",)),
+    (4096, 64, True, ("forward",)),
+    (4096, 64, False, ("forward",)),
 ]
 """Widths in and out, tokens, whether gated."""
 LEFT_TO_XLA = {
@@ -75,23 +78,45 @@ LEFT_TO_XLA = {
     "wide": ({"out_features": 8192}, PASSES, "at widths of 2048 to 4096"),
     "narrow inside": ({"hidden_features": 4088}, PASSES, "from twice the width on, got 4088 for 2048"),
     "gated and wide": (
-        {"gated": True, "in_features": 4096, "out_features": 4096, "tokens": 16_383},
+        {"gated": True, "in_features": 4096, "out_features": 4096, "tokens": 8191},
         PASSES,
         "with a gate at widths of 4096 and 4096",
     ),
-    "many gated and wide": ({"gated": True, "tokens": 16_384, "out_features": 4096}, ("backward",), "XLA's backward"),
+    "a token without a gate": (
+        {"in_features": 4096, "out_features": 4096, "tokens": 16},
+        PASSES,
+        "without a gate at widths of 4096 and 4096",
+    ),
+    "decoding at another width": ({"out_features": 4096, "tokens": 64}, PASSES, "below 8192 tokens"),
+    "the backward of few tokens": (
+        {"gated": True, "in_features": 4096, "out_features": 4096, "tokens": 64},
+        ("backward",),
+        "XLA's backward",
+    ),
 }
 
 
 @pytest.mark.parametrize("arch", [H100, H200], ids=lambda arch: arch.name)
 def test_is_taken_where_it_was_timed(arch):
     for width, tokens, gated, passes in TIMED:
-        sizes = {"tokens": tokens, "in_features": width, "out_features": width}
+        sizes = {"tokens": tokens, "in_features": width, "hidden_features": 4 * width, "out_features": width}
         problem = dataclasses.replace(MEASURED, gated=gated, **sizes)
         for pass_ in passes:
             choice = choose(BACKENDS, problem, arch, pass_)
             assert choice.backend is not None
             assert choice.backend.name == "hopper"
+
+
+def test_a_bare_matmuls_forward_is_taken_at_the_sizes_that_were_timed():
+    square = dataclasses.replace(
+        MEASURED, tokens=4096, in_features=4096, hidden_features=8192, out_features=None, activation="identity"
+    )
+    others = {"tokens": 4095, "in_features": 8200, "hidden_features": 2048, "up_bias": True, "activation": "relu"}
+    for fields in ({}, *({name: value} for name, value in others.items())):
+        for pass_ in PASSES:
+            choice = choose(BACKENDS, dataclasses.replace(square, **fields), H200, pass_)
+            assert choice.backend is not None
+            assert choice.backend.name == ("xla" if fields or pass_ == "backward" else "hopper")
 
 
 @pytest.mark.parametrize(("fields", "passes", "words"), LEFT_TO_XLA.values(), ids=LEFT_TO_XLA)

@@ -106,7 +106,7 @@ def test_no_split_is_empty():
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
-    [({"rows": 12}, "rows"), ({"rows": 72}, "rows"), ({"stages": 1}, "stages"), ({"splits": 0}, "splits")],
+    [({"rows": 12}, "rows"), ({"rows": 40}, "rows"), ({"stages": 1}, "stages"), ({"splits": 0}, "splits")],
 )
 def test_impossible_tiles_of_few_rows_reject_themselves(fields, reason):
     with pytest.raises(ValueError, match=reason):
@@ -120,11 +120,11 @@ def test_few_rows_keep_all_sms_loading():
         return tiles.rows, tiles.stages, tiles.splits
 
     assert chosen(1, 16_384, 4096, "activate") == (8, 12, 1)  # 128 tiles
-    assert chosen(16, 10_880, 4096, "activate, gated") == (16, 6, 3)  # 85, so 255 parts
-    assert chosen(64, 4096, 16_384, "plain") == (64, 8, 4)  # 32
-    assert chosen(33, 8192, 512, "plain")[2] == 1  # too short to be split
+    assert chosen(16, 10_880, 4096, "activate, gated") == (16, 6, 1)  # 85
+    assert chosen(30, 4096, 16_384, "plain") == (32, 10, 3)  # 32, so 96 parts
+    assert chosen(9, 8192, 512, "plain")[2] == 1  # too short to be split
     for name, columns, steps in itertools.product(("plain", "two plain"), (8, 64, 72, 5504, 65_536), (1, 7, 64, 300)):
-        *_, splits = chosen(64, columns, steps * config.DEPTH_TILE, name)
+        *_, splits = chosen(32, columns, steps * config.DEPTH_TILE, name)
         assert (splits - 1) * -(-steps // splits) < steps
 
 
