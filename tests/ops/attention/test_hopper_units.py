@@ -1,12 +1,14 @@
-"""The units in which Hopper's backward sums dQ as integers: large enough for every partial sum, by what is seen."""
+"""The units in which Hopper's backward sums dQ as integers, by what is seen; which of its pieces run together."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fast_layers.ops.attention import api, hopper_bwd
+from fast_layers.ops.attention.config import HOPPER_SMS, HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_rows import Operands, row_sums_by_xla
 
 B, T, N, K, H = 2, 48, 4, 2, 16
@@ -63,3 +65,21 @@ def test_none_where_the_bound_overflows():
     overflows = np.zeros((B, N, T), bool)
     overflows[0, N // K :] = True
     np.testing.assert_array_equal(np.isnan(units), overflows)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "fits"), [(32, 512, 16, True), (2, 512, 16, False), (1, 16384, 16, False)]
+)
+def test_groups_of_heads_fit_in_the_cache_where_rows_are_short_and_pieces_many(batch, length, heads, fits):
+    problems = []
+
+    def call(x):
+        inputs, aux, given, _ = api._prepare(x, x, x)
+        problems.append(given.problem(inputs, aux))
+
+    jax.eval_shape(call, jax.ShapeDtypeStruct((batch, length, heads, 128), jnp.bfloat16))
+    (problem,), kv_tiles = problems, length // 128
+    assert hopper_bwd._fits_first(problem, HopperBackwardTiles(64), kv_tiles) == fits
+    assert not hopper_bwd._fits_first(problem, HopperBackwardTiles(64, blocks=HOPPER_SMS), kv_tiles)
+    group = hopper_bwd.piece_order(problem, kv_tiles, length * 1536, fits).group
+    assert (group * kv_tiles < 2 * HOPPER_SMS) == (fits or batch * heads * kv_tiles < 2 * HOPPER_SMS)
