@@ -63,9 +63,10 @@ class Call:
 
 
 KERNELS = {"ssd_forward", "ssd_states", "ssd_backward_columns", "ssd_backward_rows"}
-MOST_SPILLED_BYTES = {"ssd_backward_columns": 16, "ssd_backward_rows": 24}
-"""What ptxas 13.3 made of the worst that was looked at on 2026-11-22, 4 and 16, and a few more: addresses, each put
-aside once and read once a unit."""
+MOST_SPILLED_BYTES = {"ssd_backward_columns": 8, "ssd_backward_rows": 4}
+"""Of ptxas 13.3, on 2026-11-23, where a block has several units: addresses that are known before the roles part, put
+aside once. Columns of few heads of 128 or 32 channels: where two tiles stand in tensor memory. Rows of few heads with a
+gate and documents: where shared memory begins."""
 LEAN = {"P64 N128, everything": Call(everything=True)}
 REST = {
     "P64 N128": Call(),

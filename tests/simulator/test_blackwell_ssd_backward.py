@@ -193,6 +193,12 @@ FAULTS = {
         "reads of a slot are not committed": "commit_smem #4",
         "what passes is not committed": "commit_smem #1",
     },
+    "columns of documents": {
+        "documents are not awaited": "barrier_wait projections_ready",
+        "scores are hidden in flight": "barrier_wait scores_ready",
+        "hidden scores are not committed": "commit_tmem #1",
+        "scores are hidden before they are loaded": "wait_load_tmem #1",
+    },
     "gated rows": {
         "weights overwrite what passed": "barrier_wait passed_consumed",
         "what passed overwrites weights": "barrier_wait unit_done",
@@ -204,9 +210,9 @@ TELLING = {("columns", "out's slot is refilled in flight"), ("rows", "what passe
 
 def _alone(kernel: str, timeout: float = 120.0) -> Simulation:
     """Five units, or chunks, through a ring of two."""
-    way = kernel.removeprefix("gated ")
+    way = kernel.removeprefix("gated ").removesuffix(" of documents")
     chunks, heads = (5, 1) if way == "states" else (1, 5)
-    built = build(_case(length=128 * chunks, heads=heads, z=way != kernel), jnp.bfloat16)
+    built = build(_case(length=128 * chunks, heads=heads, z=kernel.startswith("gated ")), jnp.bfloat16)
     problem, inputs, _ = problem_of(built)
     rng = np.random.default_rng(0)
 
@@ -221,7 +227,8 @@ def _alone(kernel: str, timeout: float = 120.0) -> Simulation:
     else:
         between = drawn(1, 1, 2, heads, 32, 16, dtype=jnp.bfloat16)
         x, B = (jnp.asarray(v) for v in (inputs.x, inputs.B))
-        operands = blackwell_bwd.BackwardOperands(x, x, B, B, between, factors, None, None)
+        first = jnp.zeros((1, 1, 128), jnp.int32) if kernel.endswith(" of documents") else None
+        operands = blackwell_bwd.BackwardOperands(x, x, B, B, between, factors, first, None)
         launch = _bound(blackwell_bwd._launch, way, BlackwellBackwardTiles(2), problem)
     return simulate(launch, operands, timeout=timeout)
 

@@ -52,6 +52,7 @@ Source: Dao and Gu, "Transformers are SSMs" (2024).
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -73,7 +74,16 @@ from fast_layers.ops.ssd.blackwell_config import (
     unit_channels,
 )
 from fast_layers.ops.ssd.blackwell_states import BACKWARDS, FORWARDS, StateOperands, Sweep
-from fast_layers.ops.ssd.blackwell_tile import COLUMNS, STAGED, by_column, by_row, column_slices, positions
+from fast_layers.ops.ssd.blackwell_tile import (
+    COLUMNS,
+    STAGED,
+    ahead_of_columns,
+    by_column,
+    by_row,
+    column_slices,
+    positions,
+    where_ahead,
+)
 from fast_layers.ops.ssd.hopper_call import ENTERING, LEAVING, ROW, by_head, decays_of, for_tma
 from fast_layers.ops.ssd.problem import Inputs, Problem, Residuals
 
@@ -223,12 +233,12 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         s = _Scratch(**{**dict.fromkeys(_Scratch._fields), **scratch})
 
         def take_pairs(wg: int):
-            plgpu.set_max_registers(tiles.pair_registers, action="increase")
+            plgpu.set_max_registers(tiles.pair_registers(per_block), action="increase")
             free_all(s)
             over_pairs(wg, s, results, place())
 
         def take_channels():
-            plgpu.set_max_registers(tiles.channel_registers, action="increase")
+            plgpu.set_max_registers(tiles.channel_registers(per_block), action="increase")
             free_all(s)
             over_channels(inputs, s, results, place())
 
@@ -331,13 +341,24 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
 
     def over_pairs(wg: int, s: _Scratch, results: Any, at: _Place):
         columns = column_slices(wg * own_columns, own_columns, PAIR_COLUMNS)
+        ahead = ahead_of_columns()
+        if s.first_slot is not None:
+            plgpu.barrier_wait(s.projections_ready)
         plgpu.barrier_wait(s.scores_ready)
+        # Documents are the same for all heads: scores between two of them are made 0 once.
         if by_columns:
             kept = [plgpu.layout_cast(jnp.zeros((ROWS, c.size), jnp.float32), STAGED) for c in columns]
+            if s.first_slot is not None:
+                for c in columns:
+                    scores = plgpu.async_load_tmem(s.scores.at[:, c], layout=STAGED)
+                    plgpu.wait_load_tmem()
+                    plgpu.async_store_tmem(s.scores.at[:, c], of_one_document(s, scores, c))
+                plgpu.commit_tmem()
         else:
             kept = [plgpu.async_load_tmem(s.pairs.at[:, c], layout=STAGED) for c in columns]
             plgpu.wait_load_tmem()
             plgpu.barrier_arrive(s.pairs_consumed)
+            kept = [of_one_document(s, scores, c) for scores, c in zip(kept, columns, strict=True)]
 
         def step(i, kept):
             slot = lax.rem(i, ring)
@@ -357,7 +378,7 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
                 plgpu.wait_load_tmem()
                 if c is columns[-1]:
                     plgpu.barrier_arrive(s.pairs_consumed)
-                weights = pair_decays(s, factors, c)
+                weights = pair_decays(s, ahead, factors, c)
                 if by_columns:
                     pairs *= weights
                     dt = by_row(plgpu.load(factors.at[DT], layout=BY_ROW, optimized=False), c.size)
@@ -387,7 +408,7 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         kept = lax.fori_loop(0, per_block, step, kept)
         if by_columns:
             for d_scores, c in zip(kept, columns, strict=True):
-                s.d_scores_slot[:, c] = d_scores.astype(p.dtype)
+                s.d_scores_slot[:, c] = of_one_document(s, d_scores, c).astype(p.dtype)
             plgpu.commit_smem()
             plgpu.barrier_arrive(s.d_scores_ready)
 
@@ -494,23 +515,25 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
     def load_part(slot, c):
         return plgpu.load(slot.at[:, c], layout=STAGED, optimized=False).astype(jnp.float32)
 
-    def pair_decays(s: _Scratch, factors, c):
-        """From the token that writes to the one that reads; 0 where that is earlier or of another document. In rows
-        times the dt of the one that writes."""
-        row, column = positions(c, STAGED)
+    def of_one_document(s: _Scratch, pairs, c):
+        """0 where the token that writes is of another document than the one that reads."""
+        if s.first_slot is None:
+            return pairs
+        if by_columns:
+            row = by_row(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW), c.size)
+            first = by_column(plgpu.load(s.first_slot.at[c], layout=BY_COLUMN, optimized=False), ROWS)
+            return jnp.where(row >= first, pairs, 0.0)
+        first = plgpu.load(s.first_slot, layout=BY_ROW, optimized=False)
+        return jnp.where(where_ahead(operator.le, ahead_of_columns(first), c), pairs, 0.0)
+
+    def pair_decays(s: _Scratch, ahead, factors, c):
+        """From the token that writes to the one that reads; 0 where that is earlier. In rows times the dt of the one
+        that writes."""
         by_row_name, by_column_name = (ROW_AGAIN, ROW) if by_columns else (ROW, COLUMN)
         at_row = by_row(plgpu.load(factors.at[by_row_name], layout=BY_ROW, optimized=False), c.size)
         at_column = by_column(plgpu.load(factors.at[by_column_name, c], layout=BY_COLUMN, optimized=False), ROWS)
-        if by_columns:
-            visible, log2_decay = row <= column, at_column - at_row
-        else:
-            visible, log2_decay = column <= row, at_row - at_column
-        if s.first_slot is not None and by_columns:
-            first = plgpu.load(s.first_slot.at[c], layout=BY_COLUMN, optimized=False)
-            visible &= row >= by_column(first, ROWS)
-        elif s.first_slot is not None:
-            first = plgpu.load(s.first_slot, layout=BY_ROW, optimized=False)
-            visible &= column >= by_row(first, c.size)
+        visible = where_ahead(operator.le if by_columns else operator.ge, ahead, c)
+        log2_decay = at_column - at_row if by_columns else at_row - at_column
         # Masked before exp2: before the writer it would overflow, and inf * 0 is NaN.
         return jnp.exp2(jnp.where(visible, log2_decay, -jnp.inf))
 

@@ -153,14 +153,13 @@ class BlackwellBackwardTiles:
         if self.slices < 1:
             raise ValueError(f"{self.slices=} must be at least 1")
 
-    @property
-    def pair_registers(self) -> int:
-        """Per thread, as the other three: what a block is launched with, dealt out anew in steps of 8."""
-        return 152
+    def pair_registers(self, units: int) -> int:
+        """Per thread, as the other three: what a block is launched with, dealt out anew in steps of 8. Where a
+        block has one unit nothing is kept for the next, and the channels' code, one piece then, needs more."""
+        return 152 if units > 1 else 144
 
-    @property
-    def channel_registers(self) -> int:
-        return 120
+    def channel_registers(self, units: int) -> int:
+        return 120 if units > 1 else 136
 
     @property
     def load_registers(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,12 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from fast_layers.ops.ssd.blackwell_config import BLACKWELL_ROWS
 
 COLUMNS = 32
 """Of a tile that go through registers at a time."""
+
+_STEP = 8
+"""Columns after which a thread's places in the rows of `STAGED` come again."""
 
 NATIVE: Any = plgpu.Layout.TCGEN05_TMEM_NATIVE
 """A row for each thread, as tensor memory has it."""
@@ -41,6 +45,28 @@ def positions(columns: Any, layout: Any) -> tuple[Int[jax.Array, "R C"], Int[jax
     row = plgpu.broadcasted_iota(jnp.int32, (BLACKWELL_ROWS,), 0, layout=layout.reduce(1))
     column = plgpu.broadcasted_iota(jnp.int32, (columns.size,), 0, layout=layout.reduce(0))
     return by_row(row, columns.size), by_column(column + columns.start, BLACKWELL_ROWS)
+
+
+def ahead_of_columns(row: Int[jax.Array, " R"] | None = None) -> Int[jax.Array, "R 8"]:
+    """By how much each row of `STAGED`, or what stands for it, is ahead of the first column, or the one before, that is
+    even: for `where_ahead`. Of two columns side by side a thread keeps one number."""
+    if row is None:
+        row = plgpu.broadcasted_iota(jnp.int32, (BLACKWELL_ROWS,), 0, layout=STAGED.reduce(1))
+    return plgpu.layout_cast(by_row(row, _STEP) - by_column(_first_columns() & ~1, BLACKWELL_ROWS), STAGED)
+
+
+def where_ahead(
+    condition: Callable[[jax.Array, jax.Array], jax.Array], ahead: Int[jax.Array, "R 8"], columns: Any
+) -> Bool[jax.Array, "R C"]:
+    """`condition(row, column)` of a slice of columns, from `ahead`: a thread compares few numbers with constants, where
+    rows and columns of their own would be one for each row and each column."""
+    odd = by_column(_first_columns() & 1, BLACKWELL_ROWS)
+    starts = range(columns.start, columns.start + columns.size, _STEP)
+    return jnp.concatenate([condition(ahead, odd + start) for start in starts], axis=1)
+
+
+def _first_columns() -> Int[jax.Array, " 8"]:
+    return plgpu.broadcasted_iota(jnp.int32, (_STEP,), 0, layout=STAGED.reduce(0))
 
 
 def by_channel(by_head: list[jax.Array], head_dim: int, columns: int) -> Float[jax.Array, "R C"]:
