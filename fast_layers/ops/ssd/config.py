@@ -102,7 +102,7 @@ class HopperForwardTiles:
         state_dim = padded_state(state_dim)
         own = (1 + gated) * ROWS + 2 * FORWARD_FACTORS
         stage = ROWS * (2 * state_dim + panels * own)
-        kept = ROWS * (panels * (state_dim + ROWS) + self.compute_wgs * ROWS)
+        kept = ROWS * panels * (state_dim + ROWS)
         return 2 * (self.stages * stage + kept) + _OTHER_SMEM_BYTES
 
     @classmethod
