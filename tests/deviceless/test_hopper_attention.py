@@ -141,8 +141,8 @@ SPILLS = {
     "d128 bias": (16, 200, 0),
     "d128 mask": (44, 220),
     "d128 causal, dropout": (0, 730),
-    "d256 dropout": (0, 600),
-    "d256 everything per score": (460, 1250, 8),
+    "d256 dropout": (0, 430),
+    "d256 everything per score": (460, 1160, 8),
 }
 # Both kernels together; 6 to 40 on a busy machine of two cores.
 MOST_SECONDS = 90.0
