@@ -117,8 +117,8 @@ BATCHES = {
 SPILLS = {
     "d64 full, short": (0, 40),
     "d64 full": (0, 40),
-    "d64 causal, short": (120, 110),
-    "d64 causal": (120, 60),
+    "d64 causal, short": (120, 40),
+    "d64 causal": (120, 40),
     "d64 causal, grouped": (120, 120),
     "d64 any order": (120, 40),
     "d64 segments": (0, 280),
