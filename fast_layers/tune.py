@@ -126,8 +126,12 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
         grids = ((1, 0), (1, HOPPER_SMS), (2, HOPPER_SMS))
         # Beyond depth 64 the output's rows do not fit in the share of three warpgroups.
         warpgroups = (2, 3) if depth <= 64 else (2,)
-        choices = itertools.product(warpgroups, (64, 128), (2, 3, 4), grids, (True, False))
-        made = (kind(wgs, keys, stages, *grid, takes_turns=turns) for wgs, keys, stages, grid, turns in choices)
+        orders: list[dict[str, Any]] = [{"takes_turns": True}, {"takes_turns": False}]
+        orders += (
+            [{**o, "cluster": 2} for o in orders] if mask == "full" else [{"takes_turns": False, "own_spans": True}]
+        )
+        choices = itertools.product(warpgroups, (64, 128), (2, 3, 4), grids, orders)
+        made = (kind(wgs, keys, stages, *grid, **order) for wgs, keys, stages, grid, order in choices)
     elif kind is HopperBackwardTiles:
         grids = 0, HOPPER_SMS
         made = itertools.starmap(kind, itertools.product((64, 128), (1, 2, 3), {False, mask != "full"}, grids))

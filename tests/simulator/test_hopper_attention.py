@@ -170,6 +170,23 @@ def test_blocks_that_take_several_tiles_of_keys(name):
     assert judged.table.ok, judged.report()
 
 
+@pytest.mark.exhaustive  # a causal mask stands in test_a_hidden_value_that_is_broken
+def test_spans_of_their_own():
+    tiles = HopperForwardTiles(3, 64, stages=3, blocks=1, takes_turns=False, own_spans=True)
+    with patched(forward_tiles(tiles)):
+        judged = judge(_square(330, heads=1, kv_heads=1, window=(90, 20)), supports=only("forward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+
+
+@pytest.mark.parametrize("blocks", [2, pytest.param(0, marks=pytest.mark.exhaustive)])
+def test_a_cluster_loads_for_both_of_its_blocks(blocks):
+    with patched(forward_tiles(HopperForwardTiles(2, 64, blocks=blocks, cluster=2))):
+        judged = judge(Case(batch=1, q_len=256, kv_len=300, heads=2, kv_heads=1), supports=only("forward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+
+
 RAGGED = {
     "grouped heads": _square(200, heads=4, kv_heads=2, is_causal=True),
     "window": _square(400, heads=1, kv_heads=1, window=(150, 70)),
@@ -230,29 +247,32 @@ SEEN_TWICE = {
     "static band": {},
     "split keys": {"splits": 2},
     "persistent": {"blocks": 1},
+    "spans of their own": {"own_spans": True},
     "sinks": {"sinks": True},
     "dropout": {"dropout_rate": 0.2},
 }
 
 
-@pytest.mark.parametrize("name", some_each_run(SEEN_TWICE, {"split keys", "persistent"}))
+@pytest.mark.parametrize("name", some_each_run(SEEN_TWICE, {"split keys", "spans of their own"}))
 def test_a_hidden_value_that_is_broken(name):
     """Under a causal mask, which no array tells: results are NaN, and blocks do their pieces again."""
     options = dict(SEEN_TWICE[name])
-    splits, blocks = options.pop("splits", 1), options.pop("blocks", 0)
+    changes = {name: options.pop(name) for name in ("splits", "blocks", "own_spans") if name in options}
+    tiles = HopperForwardTiles(2 if "own_spans" in changes else 1, 64, takes_turns=False, **changes)
     if "sinks" in options:
         options["sinks"] = jnp.array([0.5], jnp.float32)
     if "dropout_rate" in options:
         options["dropout_rng"] = jax.random.key(0)
     query, key, value, _ = _draw(batch=1, length=100, heads=1)
-    value = value.at[0, 60, 0, 3].set(jnp.nan)
+    place = 80 if "own_spans" in changes else 60  # 80: in a tile that the second warpgroup alone visits
+    value = value.at[0, place, 0, 3].set(jnp.nan)
     inputs, aux, given, _ = api._prepare(query, key, value, is_causal=True, **options)
     problem = given.problem(inputs, aux)
-    with patched(forward_tiles(HopperForwardTiles(1, 64, takes_turns=False, splits=splits, blocks=blocks))):
+    with patched(forward_tiles(tiles)):
         out, lse = simulate(functools.partial(hopper_call.forward, problem), inputs, aux).check()
     want, want_lse = reference.forward(problem, inputs, aux)
-    assert np.isnan(want[0, 60:, 0]).any(1).all()
-    assert np.isfinite(want[0, :60]).all()
+    assert np.isnan(want[0, place:, 0]).any(1).all()
+    assert np.isfinite(want[0, :place]).all()
     np.testing.assert_array_equal(np.isnan(out).any(-1), np.isnan(want).any(-1))
     reached = np.isnan(want).any(-1)
     np.testing.assert_allclose(*(np.asarray(x, np.float32)[~reached] for x in (out, want)), rtol=2e-2, atol=1e-2)

@@ -106,7 +106,9 @@ class HopperForwardTiles:
 
     `compute_wgs` warpgroups of 64 query rows each; `kv_tile` keys a step; `stages` slots for keys and values each;
     `q_slots` tiles of queries; `blocks` of a persistent grid, 0 for one block per tile of queries; `takes_turns`
-    orders the warpgroups' products; `splits` parts of the keys that a tile of queries sees, a block for each.
+    orders the warpgroups' products; `splits` parts of the keys that a tile of queries sees, a block for each;
+    with `own_spans` a warpgroup passes over those tiles of keys within its block's that none of its own rows sees, of a
+    mask that is known before the call; `cluster` blocks load keys and values together, where all queries see the same.
     """
 
     compute_wgs: int
@@ -116,6 +118,8 @@ class HopperForwardTiles:
     blocks: int = 0
     takes_turns: bool = True
     splits: int = 1
+    own_spans: bool = False
+    cluster: int = 1
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
@@ -128,6 +132,10 @@ class HopperForwardTiles:
             raise ValueError(f"{self.q_slots=} must be at least 1 and {self.blocks=} at least 0")
         if self.splits < 1 or (self.splits > 1 and self.blocks):
             raise ValueError(f"{self.splits=} must be at least 1, and 1 in a persistent grid ({self.blocks=})")
+        if self.own_spans and (self.takes_turns or self.splits > 1):
+            raise ValueError(f"{self.own_spans=}: spans of its own leave a warpgroup no turns, nor parts of the keys")
+        if self.cluster not in (1, 2) or (self.cluster == 2 and (self.splits > 1 or self.own_spans or self.blocks % 2)):
+            raise ValueError(f"{self.cluster=} must be 1 or 2, and 1 with splits, own spans or an odd number of blocks")
 
     @property
     def q_tile(self) -> int:
@@ -160,7 +168,7 @@ class HopperForwardTiles:
         p = problem
         if p.q_len <= 64:
             return cls._of_few_rows(p)
-        tiles = cls._of_many_rows(p) if measured is None else measured
+        tiles = (cls._of_many_rows(p) if measured is None else measured)._for_mask(p)
         pieces = p.batch * p.heads * -(-p.q_len // tiles.q_tile)
         if pieces > _MOST_DEALT_PIECES:
             return dataclasses.replace(tiles, blocks=0)
@@ -171,6 +179,13 @@ class HopperForwardTiles:
         if split.splits == 1:
             return tiles
         return split if split.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES else cls._of_few_rows(p)
+
+    def _for_mask(self, p: Problem) -> HopperForwardTiles:
+        """Without what this call's mask or its number of queries has no use for."""
+        arrays = p.mask.interval_arrays or p.mask.segments
+        alike = p.mask.band is None and not arrays and not p.per_score and -(-p.q_len // self.q_tile) % 2 == 0
+        known = p.mask.band is not None and not arrays
+        return dataclasses.replace(self, own_spans=self.own_spans and known, cluster=self.cluster if alike else 1)
 
     @classmethod
     def _of_few_rows(cls, p: Problem) -> HopperForwardTiles:
@@ -199,7 +214,9 @@ class HopperForwardTiles:
         persistent = deals or (not causal and p.kv_len <= 4096)
         blocks = HOPPER_SMS if persistent else 0
         if deepest <= 64:
-            if causal and (longest <= 1024 or (known and _keys_seen(p, 128) <= 1152)):
+            if deals and (longest <= 512 or (longest > 1024 and _keys_seen(p, 128) <= 1152)):
+                return cls(3, 128, stages=3, q_slots=2, blocks=HOPPER_SMS, takes_turns=False, own_spans=True)
+            if causal and longest <= 1024:
                 return cls(2, 128, stages=3, q_slots=2, blocks=HOPPER_SMS, takes_turns=longest > 512)
             if p.mask.interval_arrays or p.per_score:
                 return cls(2, 128, stages=3)  # the mask's registers do not fit in three warpgroups' share
@@ -207,8 +224,10 @@ class HopperForwardTiles:
         if deepest <= 128:
             if p.dropout_rate:
                 return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row
-            return cls(2, 128, q_slots=2 if persistent else 1, blocks=blocks)
-        tiles = cls(2, 128 if p.v_dim <= 128 else 64, takes_turns=False, blocks=HOPPER_SMS if deals else 0)
+            return cls(2, 128, q_slots=2 if persistent else 1, blocks=blocks, cluster=1 if causal else 2)
+        blocks = HOPPER_SMS if deals else 0
+        tiles = cls(2, 128 if p.v_dim <= 128 else 64, takes_turns=False, blocks=blocks)
+        tiles = dataclasses.replace(tiles, own_spans=deals and tiles.kv_tile == 64)
         fits = tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES
         return tiles if fits else dataclasses.replace(tiles, kv_tile=64)
 

@@ -113,6 +113,8 @@ class Work:
     """Of one product."""
     qk_dim: int
     v_dim: int
+    cluster: int = 1
+    """Neighbouring blocks that take neighbouring tiles of queries, on the axis "rank"."""
 
     @property
     def q_tiles(self) -> int:
@@ -135,11 +137,13 @@ class Work:
     def order(self) -> TileOrder:
         p = self.problem
         bytes_per_head = p.kv_len * (self.qk_dim + self.v_dim) * p.dtype.itemsize
-        return TileOrder.of(p.batch * p.heads, self.q_tiles * self.tiles.splits, p.group, bytes_per_head)
+        tiles = self.q_tiles // self.cluster * self.tiles.splits
+        return TileOrder.of(p.batch * p.heads, tiles, p.group, bytes_per_head)
 
     @property
     def blocks(self) -> int:
-        return min(self.tiles.blocks or self.order.total, self.order.total)
+        """Or clusters of them."""
+        return min(self.tiles.blocks // self.cluster or self.order.total, self.order.total)
 
     @property
     def out_type(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -156,6 +160,8 @@ class Work:
         split, q_index = (0, tile) if splits == 1 else (lax.div(tile, q_tiles), lax.rem(tile, q_tiles))
         if p.mask.band is not None and p.mask.band.high is not None:
             q_index = q_tiles - 1 - q_index  # scores of a causal mask grow with the row
+        if self.cluster > 1:
+            q_index = q_index * self.cluster + lax.axis_index("rank")
         example, head = lax.div(head, p.heads), lax.rem(head, p.heads)
         span = mask.key_span(example, q_index)
         if splits == 1:
@@ -171,9 +177,9 @@ class Work:
         return deal(self.key_tiles() + _PIECE_COST, self.blocks)
 
     def key_tiles(self) -> np.ndarray:
-        """Of each piece; all the same where the mask is not known before the call."""
+        """Of each piece, or of each block's; all the same where the mask is not known before the call."""
         p, tiles, order = self.problem, self.tiles, self.order
-        q_start = np.arange(self.q_tiles) * tiles.q_tile
+        q_start = np.arange(self.q_tiles // self.cluster) * tiles.q_tile
         first, last = np.zeros_like(q_start), np.full_like(q_start, p.kv_len)
         band = None if p.mask.interval_arrays or p.mask.segments else p.mask.band
         if band is not None and band.low is not None:
@@ -269,9 +275,11 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
         k_slot, v_slot = s.k_slots.at[slot], s.v_slots.at[slot]
         looks = span.ragged(j) if mends and mask.hides_real_keys else None
 
+        together: Any = {"collective_axes": "rank"} if work.cluster > 1 else {}
+
         def copy(ref, slot_ref, ready):
             if looks is None:
-                plgpu.copy_gmem_to_smem(ref, slot_ref, ready)
+                plgpu.copy_gmem_to_smem(ref, slot_ref, ready, **together)
             else:
                 # A copy's own predicate would leave its barrier's arrival in place.
                 pl.when(looks)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, s.kv_arrived))

@@ -12,7 +12,9 @@ see (out is float32 then, and `split_kv` puts the parts together). Its roles:
     V(j) -> v_ready  waits v_consumed      P(j) = a softmax step on scores(j)
 
 Both products of a step are in flight together, and the softmax of scores(j) runs while out's product still does. The
-compute warpgroups take turns at issuing, so that one multiplies while another exponentiates.
+compute warpgroups take turns at issuing, so that one multiplies while another exponentiates; or with `own_spans` they
+take none, and each passes over the tiles of keys that only others' rows see. The blocks of a cluster take neighbouring
+tiles of queries, and load one half of each tile of keys and values, for both.
 
 Where keys may be hidden, all roles end with a verdict (`judged`): if results are NaN, a hidden value may be, and they
 do the block's pieces again, with such values mended.
@@ -60,7 +62,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
     """(out [B, T, N, V], lse [B, N, T]), where the kernel's rows are `group` heads of each query."""
     qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
     wgs, ring, kv_tile = tiles.compute_wgs, tiles.stages, tiles.kv_tile
-    work = Work(p, tiles, ROWS, qk_dim, v_dim)
+    work = Work(p, tiles, ROWS, qk_dim, v_dim, tiles.cluster)
+    lookers = wgs if tiles.own_spans else 1  # who between them visit all tiles of keys that a block loads
     tree = jax.tree.structure(operands)
 
     def attention_forward(*refs, **scratch):
@@ -69,13 +72,14 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         warpgroup = lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, tiles.q_tile, kv_tile, inputs.mask, logits)
+        own_mask = TileMask(p, ROWS, kv_tile, None, logits) if tiles.own_spans else None
         s = _Scratch(**{"out_slots": None, **scratch})
         each_piece = functools.partial(work.each_piece, mask, schedule=schedule_ref[0] if schedule_ref else None)
 
         def some_are_broken():
             """Whether values are that not all rows may see. They make NaN of all rows in their column of out."""
             plgpu.barrier_wait(s.judged)
-            return s.row_slots[wgs, 0] != 0
+            return functools.reduce(jnp.logical_or, (s.row_slots[wgs + looker, 0] != 0 for looker in range(lookers)))
 
         @pl.when(warpgroup == wgs)
         def _load():
@@ -88,19 +92,23 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 def _again():
                     each_piece(role, turn=turn, steps=steps)
 
+            if tiles.cluster > 1:
+                drain(s, steps)
+
         @pl.when(warpgroup < wgs)
         def _compute():
             plgpu.set_max_registers(tiles.compute_registers, action="increase")
 
-            @pl.when(warpgroup == 0)
-            def _first_turn():
-                plgpu.barrier_arrive(s.turn.at[0])
-                if mask.hides_real_keys:
-                    s.row_slots[wgs] = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW)
+            pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(s.turn.at[0]))
+            if mask.hides_real_keys:
+
+                @pl.when(warpgroup < lookers)
+                def _nothing_seen():
+                    s.row_slots[wgs + warpgroup] = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW)
 
             def compute_all(again, turn, steps):
                 own = warpgroup + jnp.minimum(steps, 0)  # as the block in `each_piece`
-                role = functools.partial(compute, mask, logits, inputs, s, out_ref, lse_ref, own, again)
+                role = functools.partial(compute, mask, own_mask, logits, inputs, s, out_ref, lse_ref, own, again)
                 without_keys = functools.partial(leave_nothing, s, lse_ref, warpgroup)
                 return each_piece(role, without_keys=without_keys, turn=turn, steps=steps)
 
@@ -124,8 +132,18 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    def drain(s: _Scratch, steps):
+        """Blocks of a cluster free each other's slots, and must not end before that."""
+
+        def wait(step, _):
+            plgpu.barrier_wait(s.k_consumed.at[lax.rem(step, ring)])
+            plgpu.barrier_wait(s.v_consumed.at[lax.rem(step, ring)])
+
+        lax.fori_loop(jnp.maximum(steps - ring, 0), steps, wait, None)
+
     def compute(
         mask: TileMask,
+        own_mask: TileMask | None,
         logits: TileLogits,
         inputs: Any,
         s: _Scratch,
@@ -137,15 +155,28 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         turn,
         steps,
     ):
-        example, head, q_index, out_index, span = piece
+        example, head, q_index, out_index, block_span = piece
         q_slot = lax.rem(turn, tiles.q_slots) * wgs + warpgroup
         q_start = q_index * tiles.q_tile + warpgroup * ROWS
         query = s.q_slots.at[q_slot]
+        span = block_span
+        if own_mask is not None:
+            span = own_mask.key_span(example, lax.div(q_start, ROWS))
+            span = span._replace(last=jnp.where(q_start < p.q_len, span.last, span.first + 1))
         rows = mask.rows(example, q_start, ROWS, 0)
         plgpu.barrier_wait(s.q_ready.at[q_slot])
 
         def slot_of(j):
-            return lax.rem(steps + j - span.first, ring)
+            return lax.rem(steps + j - block_span.first, ring)
+
+        def pass_over(first, last):
+            def free(j, _):
+                for ready, consumed in ((s.k_ready, s.k_consumed), (s.v_ready, s.v_consumed)):
+                    plgpu.barrier_wait(ready.at[slot_of(j)])
+                    plgpu.barrier_arrive(consumed.at[slot_of(j)])
+
+            if own_mask is not None:
+                lax.fori_loop(first, last, free, None)
 
         def wait_turn():
             if tiles.takes_turns:
@@ -217,6 +248,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             plgpu.barrier_arrive(s.v_consumed.at[slot])
             return state, summed
 
+        pass_over(block_span.first, span.first)
         state, out = pl.run_scoped(over_keys, plgpu.WGMMAAccumulatorRef((ROWS, v_dim), jnp.float32))
         if inputs.sinks is not None:
             state, rescale = join_sink(state, inputs.sinks, piece, pl.ds(q_start, ROWS), BY_ROW)
@@ -235,12 +267,13 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         plgpu.copy_smem_to_gmem(lse_slot, lse_ref.at[out_index, head, pl.ds(q_start, ROWS)])
         if mask.hides_real_keys:
 
-            @pl.when((warpgroup == 0) & ~again)
+            @pl.when((warpgroup < lookers) & ~again)
             def _look():
                 """While the stores are on their way, for `some_are_broken`."""
-                broken_rows = s.row_slots.at[wgs]
+                broken_rows = s.row_slots.at[wgs + warpgroup]
                 broken_rows[...] = plgpu.load(broken_rows, layout=BY_ROW) + (out * 0.0).sum(axis=1)
 
+        pass_over(span.last, block_span.last)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(s.q_consumed.at[q_slot])
 
@@ -249,18 +282,24 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         see_nothing(s.row_slots.at[warpgroup], lse_ref, piece, rows, BY_ROW)
 
     shares_slot = qk_dim == v_dim and work.out_dtype == p.dtype  # out leaves through Q's slot
+    freeing: Any = {"num_arrivals": wgs, "num_barriers": ring}
+    consumed: Any = plgpu.Barrier(**freeing)
+    cluster_options: dict[str, Any] = {}
+    if tiles.cluster > 1:
+        consumed = plgpu.ClusterBarrier(collective_axes=("rank",), **freeing)
+        cluster_options = {"cluster": (tiles.cluster,), "cluster_names": ("rank",)}
     scratch = {
         "q_slots": smem_tile(tiles.q_slots * wgs, ROWS, qk_dim, dtype=p.dtype),
         "k_slots": smem_tile(ring, kv_tile, qk_dim, dtype=p.dtype),
         "v_slots": smem_tile(ring, kv_tile, v_dim, dtype=p.dtype),
         **({} if shares_slot else {"out_slots": smem_tile(wgs, ROWS, v_dim, dtype=work.out_dtype)}),
-        "row_slots": plgpu.SMEM((wgs + 1, ROWS), jnp.float32),
+        "row_slots": plgpu.SMEM((wgs + lookers, ROWS), jnp.float32),
         "q_ready": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
         "q_consumed": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
         "k_ready": plgpu.Barrier(num_barriers=ring),
         "v_ready": plgpu.Barrier(num_barriers=ring),
-        "k_consumed": plgpu.Barrier(num_arrivals=wgs, num_barriers=ring),
-        "v_consumed": plgpu.Barrier(num_arrivals=wgs, num_barriers=ring),
+        "k_consumed": consumed,
+        "v_consumed": consumed,
         "kv_arrived": plgpu.Barrier(num_arrivals=2),
         "judged": plgpu.Barrier(num_arrivals=wgs),
         "turn": plgpu.Barrier(num_barriers=wgs),
@@ -271,6 +310,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         out_type=work.out_type,
         grid=(work.blocks,),
         grid_names=("block",),
+        **cluster_options,
         num_threads=wgs + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
@@ -287,7 +327,7 @@ class _Scratch(NamedTuple):
     v_slots: Any
     out_slots: Any
     row_slots: Any
-    """A row of lse for each compute warpgroup; then NaN where rows of out are broken, of the first of them."""
+    """A row of lse for each compute warpgroup; then NaN where rows of out are broken, for each that looks."""
     q_ready: Any
     q_consumed: Any
     k_ready: Any

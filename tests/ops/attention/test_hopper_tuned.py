@@ -106,6 +106,26 @@ def test_kinds_of_masks(options, kind, user_file):
         assert tuned.find(problem, "forward") is None
 
 
+@pytest.mark.parametrize(
+    ("options", "cluster", "own_spans"),
+    [
+        ({}, 2, False),
+        ({"length": 2047}, 2, False),
+        ({"length": 1920}, 1, False),  # 15 tiles of queries
+        ({"is_causal": True}, 1, True),
+        ({"is_causal": True, "segment_ids": np.zeros(2048, int)}, 1, False),
+        ({"key_value_seq_lengths": np.full(8, 3)}, 1, False),
+        ({"bias": np.zeros((1, 1), np.float32)}, 1, False),
+    ],
+    ids=str,
+)
+def test_only_calls_with_a_use_for_it_get_a_cluster_or_spans_of_their_own(options, cluster, own_spans):
+    problem = _problem(depth=128, **options)
+    assert HopperForwardTiles.of(problem, HopperForwardTiles(2, 128, cluster=2)).cluster == cluster
+    wanted = HopperForwardTiles(2, 64, takes_turns=False, own_spans=True)
+    assert HopperForwardTiles.of(problem, wanted).own_spans == own_spans
+
+
 def test_what_no_table_has_takes_the_rule(user_file):
     assert tuned.find(_problem(depth=96), "forward") is None
     assert tuned.find(_problem(v_dim=128), "backward") is None
