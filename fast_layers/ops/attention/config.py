@@ -62,6 +62,8 @@ MAX_SHALLOW_DEPTH = 128
 _DEEPEST_RING = 8
 _MOST_DEALT_PIECES = 1 << 18
 """Of a persistent grid: tracing a call deals them out in Python, and their list becomes a constant of the program."""
+_MOST_TILES_IN_STEP = 4
+"""Of keys, for a persistent grid of the backward without a mask: its blocks go through a head's queries in step."""
 _MOST_SPLITS = 128
 _KEY_TILES_PER_SPLIT = 4
 """At least, where the keys are split."""
@@ -276,8 +278,11 @@ class HopperBackwardTiles:
         if shallow and band is not None and band.low is None:
             apart = apart and p.softcap is not None
         known = not (p.mask.interval_arrays or p.mask.segments or p.per_score)
-        pieces = p.batch * p.kv_heads * -(-p.kv_len // cls.kv_tile)
-        persistent = shallow and known and pieces <= _MOST_DEALT_PIECES
+        kv_tiles = -(-p.kv_len // cls.kv_tile)
+        dealt = (band is not None or kv_tiles <= _MOST_TILES_IN_STEP) and (
+            p.batch * p.kv_heads * kv_tiles <= _MOST_DEALT_PIECES
+        )
+        persistent = shallow and known and dealt
         return cls(128 if shallow else 64, ragged_apart=apart, blocks=HOPPER_SMS if persistent else 0)
 
 

@@ -75,7 +75,7 @@ _BITS = 30
 _LARGEST_EXPONENT = 120
 _PIECES_TOGETHER = 2 * HOPPER_SMS
 """Of a group of heads, at least: two for each SM, since few long ones leave most SMs idle at the end."""
-_SHORT_TILES = 32
+_SHORT_TILES = 8
 _MANY_PIECES = 12 * HOPPER_SMS
 """The rows and pieces for which an H200 was timed to be faster with groups that fit in its cache: bench/NOTES.md."""
 _PIECE_COST = 0.7
