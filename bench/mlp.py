@@ -493,9 +493,12 @@ def _in_one_row(
 ) -> dict[str, list[float]] | None:
     """None where they have to be timed one by one; `watch` then says why."""
     calls = {name: program.call(inputs) for name, program in programs.items()}
-    roughly = max((watch.warm_up(call, [()]) for call in calls.values()), default=math.inf)
-    if roughly > timing.SLOW_SECONDS:
+    warmed, failure = attempt(lambda: [watch.warm_up(call, [()]) for call in calls.values()])
+    if failure:
+        watch.note = f"not in one row: {failure}"
+    if not warmed or max(warmed) > timing.SLOW_SECONDS:
         return None
+    roughly = max(warmed)
     turns = min(timing.MOST_CALLS, max(3, math.ceil(timing.BATCH_SECONDS / roughly)))
     found, failure = attempt(lambda: seconds_in_one_row(calls, rounds * turns))
     watch.note = f"not in one row: {failure}" if failure else watch.note

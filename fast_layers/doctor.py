@@ -2,7 +2,8 @@
 
 One screen: the device, the versions that matter, which backends a typical call may take and why not the others, and a
 parity run of every op. The exit code is 1 if a backend is wrong or breaks down, else 0; known-bad versions are
-warnings. `--json` gives the same as data. `--all` also runs what calls take by name only.
+warnings. `--json` gives the same as data. `--all` also runs what calls take by name only. Compiling for a GPU takes
+minutes; stderr says which op is being checked.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -183,6 +185,7 @@ def examine(*, by_name: bool = False) -> Report:
 def _examine_op(suite: parity.Suite, arch: Arch, by_name: bool) -> OpReport:
     problem = suite.typical()
     asked = [_asked(backend, problem, arch, by_name) for backend in suite.backends() if backend.name != "reference"]
+    print(f"checking {suite.op}: {', '.join(backend.name for backend in asked)}", file=sys.stderr, flush=True)
     table = parity.check_parity(suite.op, backends=asked, cases=suite.quick)
     backends = tuple(
         BackendReport(

@@ -136,7 +136,7 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
         grids = 0, HOPPER_SMS
         made = itertools.starmap(kind, itertools.product((64, 128), (1, 2, 3), {False, mask != "full"}, grids))
     else:
-        made = itertools.starmap(kind, [(1,), (2,)])
+        made = itertools.starmap(kind, itertools.product((1, 2, 3), (32, 64)))
     return (tiles for tiles in made if tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES)
 
 
@@ -196,9 +196,12 @@ def _milliseconds(call: Callable[..., Any], *args: Any) -> float:
 
 
 def agrees(pass_: str, depth: int, mask: str, tiles: Any) -> bool:
-    """Whether the kernel with these tiles passes the parity suite's rule, on a small case of this kind."""
+    """Whether the kernel with these tiles passes the parity suite's rule, on a small case of this kind.
+
+    Its tiles of queries are even in number, for pairs of blocks, and more than a persistent grid has blocks.
+    """
     case = parity.Case(
-        batch=1, q_len=600, kv_len=600, heads=2, kv_heads=2, qk_dim=depth, v_dim=depth, is_causal=mask == "causal",
+        batch=1, q_len=700, kv_len=700, heads=32, kv_heads=32, qk_dim=depth, v_dim=depth, is_causal=mask == "causal",
         window=(200, 0) if mask == "window" else None,
     )  # fmt: skip
     backend = Backend(

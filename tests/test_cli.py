@@ -71,7 +71,8 @@ def _off(problem, inputs, aux):
 def test_doctor_on_one_screen(capsys):
     assert set(parity.SUITES) == set(SUITES)
     assert main(["doctor"]) == 0
-    text = capsys.readouterr().out
+    text, progress = capsys.readouterr()
+    assert [line.split(":")[0] for line in progress.splitlines()] == [f"checking {op}" for op in parity.SUITES]
     lines = text.splitlines()
     assert len(lines) <= 54
     assert max(map(len, lines)) <= 120

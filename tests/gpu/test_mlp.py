@@ -29,10 +29,11 @@ ALL_BIASES = (True, True, True)
 # Rounding the sum with a bias may change the sign that relu's whole gradient hangs on.
 SMOOTH = {name: name != "relu" for name in ACTIVATIONS}
 
+TOKENS = (1, 7, 12, 20, 40, 64, 65, 1000, 2048)
 CASES = {
     **{n: Case((130,), 128, 320, 64, n, False, (smooth, False, True)) for n, smooth in SMOOTH.items()},
     **{f"{n}, gated": Case((130,), 128, 320, 64, n, True, (True, smooth, True)) for n, smooth in SMOOTH.items()},
-    **{f"{tokens} tokens": Case((tokens,), 256, 512, 256, biases=ALL_BIASES) for tokens in (1, 7, 64, 65, 1000, 2048)},
+    **{f"{tokens} tokens": Case((tokens,), 256, 512, 256, biases=ALL_BIASES) for tokens in TOKENS},
     "features in eights": Case((200,), 8, 72, 200, "silu", True, ALL_BIASES),
     "no bias": Case((333,), 192, 264, 136, "silu", True),
     "one bias of two": Case((333,), 192, 264, 136, "gelu", True, (False, True, False)),

@@ -77,8 +77,11 @@ def _check(case: Case, dtype: Any = jnp.bfloat16, **tiles) -> None:
     assert_close_over_draws(make, draws=1)
 
 
+EACH_RUN = "two chunks", "extreme steps"
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "two chunks" else pytest.mark.exhaustive) for name in CASES]
+    "name", [pytest.param(n, marks=() if n in EACH_RUN else pytest.mark.exhaustive) for n in CASES]
 )
 def test_case(name):
     _check(CASES[name])

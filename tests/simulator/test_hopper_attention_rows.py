@@ -36,7 +36,7 @@ def _simulate(operands, monkeypatch, stand_in=None):
         monkeypatch.setattr(hopper_bwd_rows, "plgpu", stand_in)
     inputs, aux, given, _ = api._prepare(operands.out, operands.key, operands.value)
     problem = given.problem(inputs, aux)
-    assert hopper_bwd_rows.takes(problem, 64)
+    assert hopper_bwd_rows.takes(problem, 64, problem.qk_dim)
     kernel: Any = hopper_bwd_rows.row_sums
     kernel = kernel.__wrapped__  # without its jit, which would give back what was traced before
     return simulate(lambda operands: kernel(jnp.int32, problem, operands), operands, timeout=60.0)

@@ -81,7 +81,9 @@ def split_tiles(problem, aux, splits: int) -> HopperForwardTiles:
     if packs_heads(problem):
         problem = packed_heads.pack_problem(problem, packed_heads.pack_mask(problem, aux.mask))
     tiles = HopperForwardTiles.of(problem)
-    return dataclasses.replace(tiles, splits=splits, blocks=0 if splits > 1 else tiles.blocks, stages=2)
+    if splits > 1:
+        tiles = dataclasses.replace(tiles, compute_wgs=min(tiles.compute_wgs, 2), own_spans=False, blocks=0)
+    return dataclasses.replace(tiles, splits=splits, stages=2)
 
 
 # Split in two; not split, and into more parts than some rows have keys for, where lengths differ. The others differ

@@ -52,7 +52,7 @@ CASES = {
     ),
     "float16": Launch(70, 72, 136, TOGETHER, Activate("gelu_tanh", GATED), dtype=jnp.float16),
     "one token": Launch(1, 200, 456, HopperFewRowsTiles(8, 3), Activate("relu", (True,))),
-    "tokens, gated, split depth": Launch(19, 136, 456, HopperFewRowsTiles(24, 2, 3), Activate("silu", GATED)),
+    "tokens, gated, split depth": Launch(19, 136, 456, HopperFewRowsTiles(32, 2, 3), Activate("silu", GATED)),
 }
 WIDE = {
     "gelu, several pieces": Launch(130, 136, 72, HopperMatmulTiles(128, 128, 2, ping_pong=True), Activate("gelu")),

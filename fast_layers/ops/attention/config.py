@@ -94,6 +94,12 @@ def num_splits(pieces: int, key_tiles: int, sms: int = HOPPER_SMS) -> int:
     return min(range(1, most + 1), key=duration)
 
 
+def known_before_the_call(problem: Problem) -> bool:
+    """Whether it is known when tracing which scores are hidden, and nothing is given for each score."""
+    p = problem
+    return not (p.mask.interval_arrays or p.mask.segments or p.per_score)
+
+
 def _keys_seen(problem: Problem, queries: int) -> int:
     """Within a static window, by so many neighbouring queries."""
     keys, band = problem.kv_len, problem.mask.band
@@ -170,7 +176,7 @@ class HopperForwardTiles:
         p = problem
         if p.q_len <= 64:
             return cls._of_few_rows(p)
-        tiles = (cls._of_many_rows(p) if measured is None else measured)._for_mask(p)
+        tiles = (cls._of_many_rows(p) if measured is None else measured).for_mask(p)
         pieces = p.batch * p.heads * -(-p.q_len // tiles.q_tile)
         if pieces > _MOST_DEALT_PIECES:
             return dataclasses.replace(tiles, blocks=0)
@@ -182,7 +188,7 @@ class HopperForwardTiles:
             return tiles
         return split if split.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES else cls._of_few_rows(p)
 
-    def _for_mask(self, p: Problem) -> HopperForwardTiles:
+    def for_mask(self, p: Problem) -> HopperForwardTiles:
         """Without what this call's mask or its number of queries has no use for."""
         arrays = p.mask.interval_arrays or p.mask.segments
         alike = p.mask.band is None and not arrays and not p.per_score and -(-p.q_len // self.q_tile) % 2 == 0
@@ -211,12 +217,12 @@ class HopperForwardTiles:
         # Measured on an H200, 2026-11-22: see bench/NOTES.md. A persistent grid hides a block's start, which short
         # rows feel. Tiles of unequal length are dealt out evenly where the mask is known before the call; else the
         # hardware's own scheduler balances them better.
-        known = not (p.mask.interval_arrays or p.mask.segments or p.per_score)
-        deals = causal and known
+        deals = causal and known_before_the_call(p)
+        windowed = p.mask.band is not None and p.mask.band.low is not None
         persistent = deals or (not causal and p.kv_len <= 4096)
         blocks = HOPPER_SMS if persistent else 0
         if deepest <= 64:
-            if deals and (longest <= 512 or (longest > 1024 and _keys_seen(p, 128) <= 1152)):
+            if deals and (longest <= 512 or (windowed and longest > 1024 and _keys_seen(p, 128) <= 1152)):
                 return cls(3, 128, stages=3, q_slots=2, blocks=HOPPER_SMS, takes_turns=False, own_spans=True)
             if causal and longest <= 1024:
                 return cls(2, 128, stages=3, q_slots=2, blocks=HOPPER_SMS, takes_turns=longest > 512)
@@ -277,12 +283,11 @@ class HopperBackwardTiles:
         apart = band is not None and not p.mask.interval_arrays and not p.per_score
         if shallow and band is not None and band.low is None:
             apart = apart and p.softcap is not None
-        known = not (p.mask.interval_arrays or p.mask.segments or p.per_score)
         kv_tiles = -(-p.kv_len // cls.kv_tile)
         dealt = (band is not None or kv_tiles <= _MOST_TILES_IN_STEP) and (
             p.batch * p.kv_heads * kv_tiles <= _MOST_DEALT_PIECES
         )
-        persistent = shallow and known and dealt
+        persistent = shallow and known_before_the_call(p) and dealt
         return cls(128 if shallow else 64, ragged_apart=apart, blocks=HOPPER_SMS if persistent else 0)
 
 

@@ -55,6 +55,7 @@ from fast_layers.ops.attention.config import (
     MAX_SHALLOW_DEPTH,
     HopperBackwardTiles,
     HopperDeepBackwardTiles,
+    known_before_the_call,
 )
 from fast_layers.ops.attention.hopper_bwd_rows import RowSums
 from fast_layers.ops.attention.hopper_call import ROWS
@@ -101,9 +102,9 @@ class Operands(NamedTuple):
     broken_keys: Int[Array, "B K"] | None = None
     """Whether a key or value of the head may be NaN or inf; None where none is hidden."""
     broken_queries: Int[Array, "B N I"] | None = None
+    """Whether a query or output gradient of a tile may be; None where it may meet all weights, or was mended before."""
     d_query: Int[Array, "B T N H"] | Float[Array, "B T N H"] | None = None
     """Zeros to add to; None where there are none yet."""
-    """Whether a query or output gradient of a tile may be; None where it may meet all weights, or was mended before."""
 
 
 def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array, tiles: Any = None) -> Inputs:
@@ -131,7 +132,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         d_out = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, finite_or_zero(d_out))
         lse = jnp.where(broken & ~sees_none, jnp.nan, lse)
     measured = hopper_bwd_rows.Operands(out, d_out, inputs.key, inputs.value)
-    if launch is _launch and hopper_bwd_rows.takes(p, tiles.q_tile):
+    if launch is _launch and hopper_bwd_rows.takes(p, tiles.q_tile, qk_dim):
         rows = over_batch(functools.partial(hopper_bwd_rows.row_sums, summed_dtype(p)))(p, measured)
     else:
         rows = hopper_bwd_rows.row_sums_by_xla(measured)
@@ -181,7 +182,7 @@ def folds_lse(p: Problem) -> bool:
 def _bias_gradient(p: Problem, inputs: Inputs, aux: Aux, operands: Operands) -> Array:
     from fast_layers.ops.attention import hopper_bias_grad
 
-    return hopper_bias_grad.attend_grad(p, inputs, aux, operands)
+    return hopper_bias_grad.attend_grad(p, inputs, aux, operands._replace(d_query=None))
 
 
 def _band_misses_rows(p: Problem) -> bool:
@@ -268,9 +269,9 @@ def piece_order(p: Problem, kv_tiles: int, bytes_per_head: int, fits_first: bool
 def _fits_first(p: Problem, tiles: HopperBackwardTiles, kv_tiles: int) -> bool:
     """Where short rows have the cache wait for memory, and pieces are many. Blocks of a persistent grid run in step,
     and more of them on one head add to the same dQ at once."""
-    known = not (p.mask.interval_arrays or p.mask.segments or p.per_score)
-    pieces = p.batch * p.kv_heads * kv_tiles
-    return known and not tiles.blocks and kv_tiles <= _SHORT_TILES and pieces >= _MANY_PIECES
+    many = p.batch * p.kv_heads * kv_tiles >= _MANY_PIECES
+    short_and_deep = kv_tiles <= _SHORT_TILES and max(p.qk_dim, p.v_dim) > 64
+    return known_before_the_call(p) and not tiles.blocks and short_and_deep and many
 
 
 def _steps(p: Problem, q_tile: int, order: TileOrder) -> np.ndarray:
@@ -300,7 +301,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     order = piece_order(p, kv_tiles, bytes_per_head, _fits_first(p, tiles, kv_tiles))
     steps = _steps(p, q_tile, order)
     # A piece without steps would need its results' slots while those of the piece before are in use.
-    persistent = 0 < tiles.blocks < order.total and steps.min() > 0
+    persistent = 0 < tiles.blocks < order.total and known_before_the_call(p) and steps.min() > 0
     schedule = [jnp.asarray(deal(steps + _PIECE_COST, tiles.blocks))] if persistent else []
     zeros, operands = operands.d_query, operands._replace(d_query=None)
     arrays, tree = jax.tree.flatten(operands)

@@ -53,9 +53,10 @@ class RowSums(NamedTuple):
     """Zeros, to be added to; [B, T, N, D]."""
 
 
-def takes(p: Problem, q_tile: int) -> bool:
-    """Whether `row_sums` can be asked."""
-    return p.qk_dim == p.v_dim and p.v_dim in (64, 128) and p.q_len % q_tile == 0 and p.kv_len % ROWS == 0
+def takes(p: Problem, q_tile: int, qk_dim: int) -> bool:
+    """Whether `row_sums` can be asked, for a dQ of `qk_dim` columns."""
+    depths = qk_dim == p.qk_dim == p.v_dim and p.v_dim in (64, 128)
+    return depths and p.q_len % q_tile == 0 and p.kv_len % ROWS == 0
 
 
 def row_sums_by_xla(operands: Operands) -> RowSums:

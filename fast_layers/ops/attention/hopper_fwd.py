@@ -51,7 +51,7 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles
     """(out [B, T, N, V], lse [B, N, T]); `tiles` for the queries as the kernel gets them, with heads packed or not."""
 
     def choose(p: Problem) -> HopperForwardTiles:
-        return HopperForwardTiles.of(p, tuned.find(p, "forward")) if tiles is None else tiles
+        return HopperForwardTiles.of(p, tuned.find(p, "forward")) if tiles is None else tiles.for_mask(p)
 
     return forward_parts.attend(problem, inputs, aux, ROWS, choose, _launch)
 

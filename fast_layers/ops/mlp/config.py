@@ -182,8 +182,8 @@ class HopperFewRowsTiles:
     splits: int = 1
 
     def __post_init__(self):
-        if self.rows % 8 or not 8 <= self.rows <= TURNED_ROWS:
-            raise ValueError(f"{self.rows=} must be a multiple of 8 up to {TURNED_ROWS}")
+        if self.rows not in (8, 16, TURNED_ROWS):
+            raise ValueError(f"{self.rows=} must be 8, 16 or {TURNED_ROWS}")
         if not 2 <= self.stages <= _MOST_STAGES_OF_FEW_ROWS:
             raise ValueError(f"{self.stages=} must be 2 to {_MOST_STAGES_OF_FEW_ROWS}")
         if self.splits < 1:
@@ -207,7 +207,8 @@ class HopperFewRowsTiles:
         possible = [s for s in range(1, max(steps // _FEWEST_STEPS, 1) + 1) if (s - 1) * -(-steps // s) < steps]
         soonest = min(map(steps_of_busiest, possible))
         splits = next(s for s in possible if steps_of_busiest(s) <= _COST_OF_PARTS * soonest)
-        shapes = (cls(-(-rows // 8) * 8, stages, splits) for stages in range(_MOST_STAGES_OF_FEW_ROWS, 1, -1))
+        turned = next(size for size in (8, 16, TURNED_ROWS) if rows <= size)
+        shapes = (cls(turned, stages, splits) for stages in range(_MOST_STAGES_OF_FEW_ROWS, 1, -1))
         return next(shape for shape in shapes if shape.smem_bytes(needs) <= HOPPER_SMEM_BYTES)
 
 

@@ -109,16 +109,22 @@ def finish(m: Matmul, operands: Operands, products: list[Array], *, turned: bool
     over = (slice(None), None) if turned else (None, slice(None))
     biases = [None if b is None else b.astype(jnp.float32)[over] for b in operands.biases]
     if isinstance(m.epilogue, Activate):
-        # A mere conversion XLA would drop, since it is undone at once.
-        to = jnp.finfo(m.dtype)
         sums = [x if b is None else x + b for x, b in zip(products, biases, strict=True)]
-        products, biases = [lax.reduce_precision(x, to.nexp, to.nmant) for x in sums], [None] * len(sums)
+        products, biases = [_rounded(x, m.dtype) for x in sums], [None] * len(sums)
     written = list(m.epilogue(m.dtype, products, biases, operands.read))
     if turned:
         return [x.T for x in written], []
     # Without the barrier XLA would hand the next product float32.
     written = lax.optimization_barrier(written)
     return written, [written[i].astype(jnp.float32).sum(0) for i in m.epilogue.sums]
+
+
+def _rounded(x: Array, dtype: Any) -> Array:
+    """To `dtype`'s numbers, in float32: a mere conversion XLA would drop, since it is undone at once."""
+    to = jnp.finfo(dtype)
+    if to.nexp < jnp.finfo(x.dtype).nexp:
+        return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)  # reduce_precision has no subnormal numbers
+    return lax.reduce_precision(x, to.nexp, to.nmant)
 
 
 def trim(m: Matmul, written: list[Array], sums: list[Array]) -> Results:

@@ -107,6 +107,8 @@ EVENTS = (
 )
 EVENTS_OF_PAIRS = ("pairs_consumed", "passing_ready", "d_scores_ready")
 PAIR_COLUMNS = 16
+MOST_LOG2_DECAY = 64.0
+"""So that a product of two numbers and of it is finite."""
 """Of a pair warpgroup's that go through registers at a time, beside half a tile that stays there."""
 
 
@@ -534,6 +536,9 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         at_column = by_column(plgpu.load(factors.at[by_column_name, c], layout=BY_COLUMN, optimized=False), ROWS)
         visible = where_ahead(operator.le if by_columns else operator.ge, ahead, c)
         log2_decay = at_column - at_row if by_columns else at_row - at_column
+        if s.first_slot is not None:
+            # Sums of decays begin anew in each document: between two, whose scores are 0, any number may stand.
+            log2_decay = jnp.minimum(log2_decay, MOST_LOG2_DECAY)
         # Masked before exp2: before the writer it would overflow, and inf * 0 is NaN.
         return jnp.exp2(jnp.where(visible, log2_decay, -jnp.inf))
 

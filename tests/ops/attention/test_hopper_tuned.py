@@ -182,7 +182,7 @@ OPTIONS = {"full": {}, "causal": {"is_causal": True}, "window": {"local_window_s
 
 
 @pytest.mark.parametrize("mask", tune.MASKS)
-@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("depth", [64, 128, 192, 256])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_candidates_fit_and_hold_the_rules_choice(pass_, depth, mask):
     made = list(tune.candidates(pass_, depth, mask))

@@ -10,6 +10,8 @@ import pytest
 from fast_layers.ops.attention import api, hopper_bwd
 from fast_layers.ops.attention.config import HOPPER_SMS, HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_rows import Operands, row_sums_by_xla
+from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
+from fast_layers.ops.attention.tile_mask import TileMask
 
 B, T, N, K, H = 2, 48, 4, 2, 16
 
@@ -83,3 +85,22 @@ def test_groups_of_heads_fit_in_the_cache_where_rows_are_short_and_pieces_many(b
     assert not hopper_bwd._fits_first(problem, HopperBackwardTiles(64, blocks=HOPPER_SMS), kv_tiles)
     group = hopper_bwd.piece_order(problem, kv_tiles, length * 1536, fits).group
     assert (group * kv_tiles < 2 * HOPPER_SMS) == (fits or batch * heads * kv_tiles < 2 * HOPPER_SMS)
+
+
+@pytest.mark.parametrize("window", [None, (300, 0), (0, 200), (700, 100)], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(700, 700), (130, 900), (900, 130)])
+def test_pieces_are_dealt_out_by_the_steps_that_they_take(queries, keys, window):
+    problems = []
+
+    def call(query, key):
+        options = {"is_causal": True} if window is None else {"local_window_size": window}
+        inputs, aux, given, _ = api._prepare(query, key, key, q_offset=keys - queries, **options)
+        problems.append(given.problem(inputs, aux))
+
+    jax.eval_shape(call, *(jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16) for length in (queries, keys)))
+    (problem,), kv_tiles = problems, -(-keys // 128)
+    order = hopper_bwd.piece_order(problem, kv_tiles, 1)
+    mask = TileMask(problem, 128, 128, None, TileLogits(problem, LogitOperands(None, None, None)))
+    for index, steps in enumerate(hopper_bwd._steps(problem, 128, order)):
+        first, last = mask.query_span(0, order.locate(jnp.int32(index))[1], None)
+        assert steps == last - first

@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fast_layers.ops.mlp import config, hopper_matmul
 from fast_layers.ops.mlp.config import EpilogueNeeds, HopperFewRowsTiles, HopperMatmulTiles
-from fast_layers.ops.mlp.epilogue import Plain
-from fast_layers.ops.mlp.matmul import Matmul, Operands
+from fast_layers.ops.mlp.epilogue import Activate, Plain
+from fast_layers.ops.mlp.matmul import Matmul, Operands, finish
 
 REGISTERS = 1 << 16
 WARPGROUP = 128
@@ -106,7 +107,7 @@ def test_no_split_is_empty():
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
-    [({"rows": 12}, "rows"), ({"rows": 40}, "rows"), ({"stages": 1}, "stages"), ({"splits": 0}, "splits")],
+    [({"rows": 24}, "rows"), ({"rows": 40}, "rows"), ({"stages": 1}, "stages"), ({"splits": 0}, "splits")],
 )
 def test_impossible_tiles_of_few_rows_reject_themselves(fields, reason):
     with pytest.raises(ValueError, match=reason):
@@ -121,11 +122,20 @@ def test_few_rows_keep_all_sms_loading():
 
     assert chosen(1, 16_384, 4096, "activate") == (8, 12, 1)  # 128 tiles
     assert chosen(16, 10_880, 4096, "activate, gated") == (16, 6, 1)  # 85
+    assert chosen(17, 4096, 4096, "activate")[0] == 32
     assert chosen(30, 4096, 16_384, "plain") == (32, 10, 3)  # 32, so 96 parts
     assert chosen(9, 8192, 512, "plain")[2] == 1  # too short to be split
     for name, columns, steps in itertools.product(("plain", "two plain"), (8, 64, 72, 5504, 65_536), (1, 7, 64, 300)):
         *_, splits = chosen(32, columns, steps * config.DEPTH_TILE, name)
         assert (splits - 1) * -(-steps // splits) < steps
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_what_xla_finishes_is_rounded_as_a_conversion_rounds(dtype):
+    x = jnp.asarray([1.001, -2e-5, 7e-8], jnp.float32)
+    m = Matmul(1, x.size, 1, jnp.dtype(dtype), Activate("identity", (False,)))
+    written, _ = jax.jit(lambda x: finish(m, Operands((), (), (None,)), [x[None]]))(x)
+    np.testing.assert_array_equal(written[0][0], x.astype(dtype))
 
 
 def test_products_that_share_a_launch_share_its_last_round():
