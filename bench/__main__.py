@@ -1,11 +1,11 @@
-"""`python -m bench attention [options]`, and `decode`, `mamba2`, `memory`, `mlp` or `ssd` in its place."""
+"""`python -m bench attention [options]`, and `decode`, `host_cost`, `mamba2`, `memory`, `mlp` or `ssd` in its place."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-COMMANDS = ("attention", "decode", "mamba2", "memory", "mlp", "ssd")
+COMMANDS = ("attention", "decode", "host_cost", "mamba2", "memory", "mlp", "ssd")
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ before any back end starts, so that it finds no kernel in a cache, may crash, an
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +96,24 @@ def _compile(gpu: str, target: Target, pickled: bytes, folder: Path) -> CompileR
 
 
 def _lower_and_compile(target: Target, job: Compilation) -> Any:
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target.xla_description, topology="1x1x1")
-    mesh = jax.sharding.Mesh(topology.devices, ("one",))
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    described = mesh.abstract_mesh.abstract_device
-    device = _DeviceWithCapability(
-        described.device_kind, described.num_cores, described.platform, ".".join(map(str, target.capability))
-    )
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), job.shapes)
     fn = _import(job.fn) if isinstance(job.fn, str) else job.fn
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=device)):
+    with described(target) as replicated:
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), job.shapes)
         call = jax.jit(lambda *args: fn(*args, **job.static), donate_argnums=job.donated)
         return call.lower(*args).compile()
+
+
+@contextlib.contextmanager
+def described(target: Target) -> Iterator[jax.sharding.NamedSharding]:
+    """What is compiled in here is compiled for one such GPU: the sharding that its arguments must have."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target.xla_description, topology="1x1x1")
+    mesh = jax.sharding.Mesh(topology.devices, ("one",))
+    known = mesh.abstract_mesh.abstract_device
+    device = _DeviceWithCapability(
+        known.device_kind, known.num_cores, known.platform, ".".join(map(str, target.capability))
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=device)):
+        yield jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
 def _import(reference: str) -> Any:
