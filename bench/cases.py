@@ -19,6 +19,7 @@ Pass = Literal["forward", "backward", "forward+backward"]
 TOKENS = 16_384
 HIDDEN = 2_048
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
+TILE = 128
 FLOPS_OF_PASS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}
 
 
@@ -78,8 +79,8 @@ class Case:
         ends = ends * self.q_len // ends[-1]
         return np.searchsorted(ends, np.arange(self.q_len), side="right").astype(np.int32)
 
-    def visible_pairs(self) -> float:
-        """Pairs (query, key) per head, over all examples."""
+    def visible_keys(self) -> tuple[np.ndarray, np.ndarray]:
+        """First and one behind the last key of each query, [B, T] each; the same where a query sees none."""
         rows = np.arange(self.q_len)
         start = np.zeros(self.q_len, np.int64)
         stop = np.full(self.q_len, self.kv_len, np.int64)
@@ -92,14 +93,33 @@ class Case:
             start = np.maximum(start, np.searchsorted(ids, ids, side="left"))
             stop = np.minimum(stop, np.searchsorted(ids, ids, side="right"))
         lengths = self.lengths()
-        if lengths is None:
-            pairs = float(self.batch * np.maximum(stop - start, 0).sum())
-        else:
-            seen = [np.maximum(np.minimum(stop, n) - start, 0)[:n].sum() for n in lengths]
-            pairs = float(np.sum(seen))
+        start, stop = (np.broadcast_to(bound, (self.batch, self.q_len)) for bound in (start, stop))
+        if lengths is not None:
+            each = lengths[:, None]
+            stop = np.where(rows < each, np.minimum(stop, each), start)
+        return start, np.maximum(start, stop)
+
+    def visible_pairs(self) -> float:
+        """Pairs (query, key) per head, over all examples."""
+        start, stop = self.visible_keys()
+        pairs = float((stop - start).sum())
         if self.causal_alone:
             pairs -= self.batch * self.q_len / 2
         return pairs
+
+    def visible_tiles(self) -> int:
+        """Squares of `TILE` queries and keys in which any pair sees each other, per head, over all examples."""
+        total = 0
+        for start, stop in zip(*self.visible_keys(), strict=True):
+            for first in range(0, self.q_len, TILE):
+                # Each query sees one piece: +1 where it begins, -1 behind its end.
+                edges = np.zeros(-(-self.kv_len // TILE) + 1, np.int64)
+                rows = slice(first, first + TILE)
+                seen = stop[rows] > start[rows]
+                np.add.at(edges, start[rows][seen] // TILE, 1)
+                np.add.at(edges, -(-stop[rows][seen] // TILE), -1)
+                total += int((np.cumsum(edges)[:-1] > 0).sum())
+        return total
 
     @property
     def causal_alone(self) -> bool:

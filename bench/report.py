@@ -98,7 +98,8 @@ class Row:
     """One peer in one cell. `seconds` is the median over `calls`; None where `refused` says why there is no time.
 
     `batch_seconds` is the wall clock's view, per call in a batch of calls with one wait: far above `seconds`, the
-    host or something that is no kernel takes the time.
+    host or something that is no kernel takes the time. `tiles` are those of 128 queries and 128 keys of any head that
+    the mask does not hide whole: time over tiles is what a call may be measured by where a mask hides most of them.
     """
 
     group: str
@@ -117,6 +118,7 @@ class Row:
     ours: bool
     flops: float
     bytes: int
+    tiles: int
     seconds: float | None = None
     fastest: float | None = None
     slowest: float | None = None
@@ -147,6 +149,7 @@ class Row:
             ours,
             case.flops(pass_),
             case.bytes(pass_),
+            case.visible_tiles() * case.heads,
             **more,
         )
 
@@ -281,13 +284,14 @@ class Report:
         unfinished.replace(self.path)
 
     def summary(self) -> str:
-        lines = ["", f"{'cell':<58} {'fast_layers':>11} {'again':>8} {'best peer':>9}  ratio"]
+        lines = ["", f"{'cell':<58} {'fast_layers':>11} {'again':>8} {'best peer':>9} {'ns/tile':>8}  ratio"]
         for cell in self.cells:
             ours, again, best = cell.row("fast_layers"), cell.row("again"), cell.best_peer
             rates = [f"{row.rate:.4g}" if row else "-" for row in (ours, again, best)]
             ratio = f"{cell.ratio:.3f} {best.name}" if cell.ratio and best else f"-     {best.name if best else ''}"
             name = f"{cell.rows[0].case} {cell.rows[0].pass_}"
-            lines.append(f"{name:<58} {rates[0]:>11} {rates[1]:>8} {rates[2]:>9}  {ratio}")
+            each = f"{1e9 * ours.seconds / ours.tiles:.4g}" if ours and ours.seconds else "-"
+            lines.append(f"{name:<58} {rates[0]:>11} {rates[1]:>8} {rates[2]:>9} {each:>8}  {ratio}")
         lines += ["", "geometric means of the ratio to the best peer (more than 1: fast_layers is faster):"]
         lines += [f"  {name:<28} {ratio:.3f}" for name, ratio in self.means().items()] or ["  no cell has both"]
         lines += [f"roof: {name} {value:.4g}" for name, value in self.roofs.items()]

@@ -46,8 +46,12 @@ def visible(case: cases.Case) -> np.ndarray:
     ],
     ids=lambda case: case.mask,
 )
-def test_pairs_are_those_of_the_mask(case):
+def test_pairs_and_tiles_are_those_of_the_mask(case, monkeypatch):
     assert case.visible_pairs() == visible(case).sum()
+    monkeypatch.setattr(cases, "TILE", 8)
+    short = [(0, 0), (0, -case.q_len % 8), (0, -case.kv_len % 8)]
+    by_tile = np.pad(visible(case), short).reshape(case.batch, -(-case.q_len // 8), 8, -1, 8)
+    assert case.visible_tiles() == by_tile.any((2, 4)).sum()
 
 
 def test_a_causal_mask_alone_counts_half_of_the_square():
