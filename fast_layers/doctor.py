@@ -2,8 +2,8 @@
 
 One screen: the device, the versions that matter, which backends a typical call may take and why not the others, and a
 parity run of every op. The exit code is 1 if a backend is wrong or breaks down, else 0; known-bad versions are
-warnings. `--json` gives the same as data. `--all` also runs what calls take by name only. Compiling for a GPU takes
-minutes; stderr says which op is being checked.
+warnings. `--json` gives the same as data. `--all` also runs what calls take by name only. Nearly all of its time
+goes by compiling, in as many threads as there are cores; stderr says what is begun and done.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fast_layers import dispatch
 from fast_layers._version import __version__
@@ -175,27 +179,47 @@ def examine(*, by_name: bool = False) -> Report:
     Backends that a typical call gets by name only, most of which no GPU has run, are left out unless `by_name`, and so
     are a pass's cases; those that it gets by itself take all cases, though calls of their size may be left to XLA.
     """
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - started:5.1f} s  {text}", file=sys.stderr, flush=True)
+
     arch = lowering_targets()[0]
     versions = _versions(arch)
-    with automatic_axes.on_one_device():
-        ops = tuple(_examine_op(suite, arch, by_name) for suite in parity.SUITES.values())
+    with parity.compilers() as pool, automatic_axes.on_one_device():
+        checks = {op: _Examination(suite, arch, by_name, pool) for op, suite in parity.SUITES.items()}
+        for op, check in checks.items():
+            say(f"checking {op}: {check.begin()}")
+        ops = tuple(check.finish(say) for check in checks.values())
     return Report(_devices(), arch, versions, warnings_of(versions), ops)
 
 
-def _examine_op(suite: parity.Suite, arch: Arch, by_name: bool) -> OpReport:
-    problem = suite.typical()
-    asked = [_asked(backend, problem, arch, by_name) for backend in suite.backends() if backend.name != "reference"]
-    print(f"checking {suite.op}: {', '.join(backend.name for backend in asked)}", file=sys.stderr, flush=True)
-    table = parity.check_parity(suite.op, backends=asked, cases=suite.quick)
-    backends = tuple(
-        BackendReport(
-            backend.name,
-            {pass_: backend.supports(problem, arch, pass_) for pass_ in dispatch.PASSES},
-            table.of_backend(backend.name),
+class _Examination:
+    """One op: made, `begin` and `finish`, so that the programs of all ops are compiled at the same time."""
+
+    def __init__(self, suite: parity.Suite, arch: Arch, by_name: bool, pool: Executor):
+        self._suite, self._arch, self._problem = suite, arch, suite.typical()
+        backends = (backend for backend in suite.backends() if backend.name != "reference")
+        self._asked = [_asked(backend, self._problem, arch, by_name) for backend in backends]
+        self._check = parity.Check(suite.op, pool, self._asked, suite.quick, [jnp.bfloat16])
+
+    def begin(self) -> str:
+        """What there is to be run, in words."""
+        names = ", ".join(backend.name for backend in self._asked)
+        return f"{names}; {self._check.lower().programs} programs"
+
+    def finish(self, say: Callable[[str], None]) -> OpReport:
+        op = self._suite.op
+        table = self._check.table(lambda case: say(f"ran {op}, {case}"))
+        backends = tuple(
+            BackendReport(
+                backend.name,
+                {pass_: backend.supports(self._problem, self._arch, pass_) for pass_ in dispatch.PASSES},
+                table.of_backend(backend.name),
+            )
+            for backend in self._asked
         )
-        for backend in asked
-    )
-    return OpReport(suite.op, problem.describe(), len(suite.quick), backends)
+        return OpReport(op, self._problem.describe(), len(self._suite.quick), backends)
 
 
 def _asked(backend: dispatch.Backend, typical: Any, arch: Arch, by_name: bool) -> dispatch.Backend:

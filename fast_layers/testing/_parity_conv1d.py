@@ -62,7 +62,7 @@ CASES: Mapping[str, Case] = {
 }
 """The whole table, by name: what a backend must either compute within the limit or refuse with a reason."""
 
-QUICK = ("as in Mamba", "documents", "many channels")
+QUICK = ("documents", "many channels")
 _ALSO_FLOAT16 = frozenset({"as in Mamba", "states"})
 
 

@@ -9,6 +9,7 @@ Axis letters: M tokens, I input features, F hidden features, O output features.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 
 from fast_layers.ops.mlp import api, reference, xla
 from fast_layers.ops.mlp.problem import Inputs, PreActivations, Problem, Residuals, Save
-from fast_layers.testing._parity_suite import Answer, Expected, Suite, draws_for
+from fast_layers.testing._parity_suite import Answer, Expected, Suite, compiled_soon, draws_for, on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ class _Draw:
         rng = np.random.default_rng(index)
 
         def normal(*shape: int, scale: float = 1.0):
-            return jnp.asarray(scale * rng.normal(size=shape), dtype)
+            return on_device(scale * rng.normal(size=shape), dtype)
 
         def kernel(rows: int, columns: int):
             return normal(rows, columns, scale=1 / math.sqrt(rows))
@@ -137,19 +138,24 @@ def _expected(draws: list[_Draw]) -> Expected:
     problem = draws[0].problem
     wide_problem = dataclasses.replace(problem, dtype=jnp.dtype(jnp.float64))
 
-    def answer(forward: Callable[[Inputs], Any], draw: _Draw, inputs: Inputs, d_out: jax.Array) -> Answer:
+    def answer_by(forward: Callable[[Inputs], Any], dtype: Any):
+        @compiled_soon
         def call(inputs, d_out):
+            inputs, d_out = jax.tree.map(lambda x: x.astype(dtype), (inputs, d_out))
             out, pull, saved = jax.vjp(forward, inputs, has_aux=True)
-            return draw.outputs((out, saved)), draw.gradients(pull(d_out)[0])
+            return (out, saved), pull(d_out)[0]
 
-        return Answer(*jax.device_get(jax.jit(call)(inputs, d_out)))
+        def answer(draw: _Draw) -> Answer:
+            returned, grads = jax.device_get(call(draw.inputs, draw.d_out))
+            return Answer(draw.outputs(returned), draw.gradients(grads))
 
-    oracle, plain = [], []
-    for draw in draws:
-        with jax.enable_x64(True):
-            inputs, d_out = jax.tree.map(lambda x: x.astype(jnp.float64), (draw.inputs, draw.d_out))
-            oracle.append(answer(lambda inputs: reference.forward(wide_problem, inputs), draw, inputs, d_out))
-        plain.append(answer(lambda inputs: _plain(problem, inputs), draw, draw.inputs, draw.d_out))
+        return answer
+
+    by_formula = answer_by(functools.partial(reference.forward, wide_problem), jnp.float64)
+    by_layers = answer_by(functools.partial(_plain, problem), problem.dtype)
+    with jax.enable_x64(True):
+        oracle = [by_formula(draw) for draw in draws]
+    plain = [by_layers(draw) for draw in draws]
     return Expected(oracle, (plain,))
 
 

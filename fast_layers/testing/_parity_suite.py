@@ -7,6 +7,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import jax
+import numpy as np
+
+from fast_layers.arch import lowering_targets
 from fast_layers.dispatch import Backend, Pass
 from fast_layers.testing.closeness import stack
 
@@ -18,6 +22,18 @@ _MOST_DRAWS = 8
 def draws_for(numbers: int) -> int:
     """How often to draw the inputs of a case with that many numbers in its output."""
     return max(1, min(_MOST_DRAWS, math.ceil(_ENOUGH_NUMBERS / numbers)))
+
+
+def on_device(array: Any, dtype: Any) -> jax.Array:
+    """Converted here: by `jnp.asarray` the device would do it, with a program for each shape."""
+    return jax.device_put(np.asarray(array, np.float32).astype(dtype))
+
+
+def compiled_soon(fn: Callable[..., Any], **options: Any) -> Any:
+    """`jax.jit` for oracles and yardsticks: their speed does not matter, so XLA need not try out what is fastest."""
+    on_gpu = lowering_targets()[0].platform == "cuda"
+    untried = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False} if on_gpu else None
+    return jax.jit(fn, compiler_options=untried, **options)
 
 
 class Draw(Protocol):
@@ -83,7 +99,7 @@ class Suite:
     """The Problem of a layer of a language model in training, for `python -m fast_layers doctor`."""
     cases: Mapping[str, Any]
     quick: tuple[str, ...]
-    """Names of cases that take a minute at most."""
+    """Names of cases for `python -m fast_layers doctor`: few, as each is a program for each pass and backend."""
     also_float16: frozenset[str]
     draw: Callable[[Any, Any, int], Draw]
     """From a case, a dtype and a number."""

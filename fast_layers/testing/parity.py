@@ -10,15 +10,21 @@ with plain `jnp` code in the same dtype as the yardstick. The forward and the ba
 themselves, as `fast_layers.dispatch` does: the backward of one that refuses the forward takes the residuals of the
 `xla` backend.
 
+Compiling is what takes the time, above all for a GPU, so it is done in threads: `Check` has an op's programs compiled
+while those of the next are lowered.
+
 An op joins by its `Suite` in `SUITES`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -153,29 +159,148 @@ def check_parity(
     Raises:
       ValueError: an op, backend or case of an unknown name.
     """
-    if op not in SUITES:
-        raise ValueError(f"{op=}: parity is known for {', '.join(map(repr, SUITES))}")
-    suite = SUITES[op]
-    chosen = _backends(suite, backends)
-    with automatic_axes.on_one_device():
-        rows = _rows(suite, chosen, cases, dtypes, run)
-    return ParityTable(tuple(rows), str(_arch()))
+    with compilers() as pool, automatic_axes.on_one_device():
+        return Check(op, pool, backends, cases, dtypes, run).lower().table()
 
 
-def _rows(suite: Suite, chosen: Sequence[Backend], cases: Any, dtypes: Any, run: Any) -> list[Row]:
-    rows = []
-    for name, case in _cases(suite, cases).items():
-        for dtype in _dtypes(suite, name, dtypes):
-            draws = [suite.draw(case, dtype, index) for index in range(case.draws)]
-            expected = None
-            for backend in chosen:
-                refusals: dict[Pass, str | None] = {
-                    pass_: backend.supports(draws[0].problem, _arch(), pass_) for pass_ in PASSES
-                }
-                if expected is None and None in refusals.values():
-                    expected = suite.expect(draws)
-                rows += _measure(suite, (name, dtype.name, backend.name), backend, refusals, draws, expected, run)
-    return rows
+@contextlib.contextmanager
+def compilers() -> Iterator[Executor]:
+    """Threads for `Check`: as many programs are compiled at a time as there are cores."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@dataclasses.dataclass
+class _CaseUnderWay:
+    """One case in one dtype: its inputs, the answer, and each backend's programs, as far as they are there."""
+
+    name: str
+    dtype: str
+    draws: Future[list[Draw]]
+    expected: Future[Expected] | None = None
+    calls: list[_Calls] = dataclasses.field(default_factory=list)
+
+
+class Check:
+    """`check_parity` in three steps, so that several ops can be under way; each step inside `on_one_device`.
+
+    Made, it has the inputs drawn; `lower` traces the backends' programs, and leaves compiling them, the oracle and the
+    yardsticks to `pool`; `table` runs them. Traced is in the caller's thread, so that contexts of his hold.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        pool: Executor,
+        backends: Sequence[str | Backend] | None = None,
+        cases: Iterable[str] | Mapping[str, Any] | None = None,
+        dtypes: Sequence[Any] | None = None,
+        run: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit,
+    ):
+        if op not in SUITES:
+            raise ValueError(f"{op=}: parity is known for {', '.join(map(repr, SUITES))}")
+        self._suite, self._pool, self._run = SUITES[op], pool, run
+        self._backends = _backends(self._suite, backends)
+        self._cases = [
+            _CaseUnderWay(name, dtype.name, self._in_thread(self._draw, case, dtype))
+            for name, case in _cases(self._suite, cases).items()
+            for dtype in _dtypes(self._suite, name, dtypes)
+        ]
+
+    @property
+    def programs(self) -> int:
+        """That are compiled for the backends, once they are lowered."""
+        return sum(calls.programs for case in self._cases for calls in case.calls)
+
+    def lower(self) -> Check:
+        for case in self._cases:
+            draws = case.draws.result()
+            refusals: list[dict[Pass, str | None]] = [
+                {pass_: backend.supports(draws[0].problem, _arch(), pass_) for pass_ in PASSES}
+                for backend in self._backends
+            ]
+            if any(None in each.values() for each in refusals):
+                case.expected = self._in_thread(self._suite.expect, draws)
+            case.calls = [
+                _Calls(self._suite, backend, reasons, draws[0], self._run, self._pool)
+                for backend, reasons in zip(self._backends, refusals, strict=True)
+            ]
+        return self
+
+    def table(self, say: Callable[[str], None] = lambda text: None) -> ParityTable:
+        """`say` is told of each case that is done."""
+        rows = []
+        for case in self._cases:
+            expected = None if case.expected is None else case.expected.result()
+            for calls in case.calls:
+                rows += _measure(calls, case.name, case.dtype, case.draws.result(), expected)
+            say(f"{case.name}, {case.dtype}")
+        return ParityTable(tuple(rows), str(_arch()))
+
+    def _draw(self, case: Any, dtype: Any) -> list[Draw]:
+        return [self._suite.draw(case, dtype, index) for index in range(case.draws)]
+
+    def _in_thread(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+        device = jax.config.jax_default_device
+
+        def call():
+            with jax.default_device(device), automatic_axes.on_one_device():
+                return fn(*args)
+
+        return self._pool.submit(call)
+
+
+class _Calls:
+    """A backend's passes on one case, compiled or on the way to it."""
+
+    def __init__(
+        self,
+        suite: Suite,
+        backend: Backend,
+        refusals: Mapping[Pass, str | None],
+        draw: Draw,
+        run: Callable[[Callable[..., Any]], Callable[..., Any]],
+        pool: Executor,
+    ):
+        self.backend, self.refusals, self.programs = backend, refusals, 0
+        self._run, self._pool = run, pool
+        self.forward = self.backward = _never
+        if None not in refusals.values():
+            return
+        problem = draw.problem
+        fwd = backend.fwd if refusals["forward"] is None else suite.plain_forward
+        # Not jitted with `problem` as a static argument: a backend given twice, with other functions, is another one.
+        self.forward, returned = self._prepare(lambda *operands: fwd(problem, *operands), lambda: draw.operands)
+        if refusals["backward"] is None:
+            self.backward, _ = self._prepare(
+                lambda residuals, *cotangents: backend.bwd(problem, residuals, *cotangents),
+                lambda: (draw.residuals(returned), *draw.cotangents),
+            )
+
+    def _prepare(self, fn: Callable[..., Any], example: Callable[[], tuple[Any, ...]]) -> tuple[Callable, Any]:
+        """(what runs it, and the shapes that it returns where they are known yet)."""
+        made = self._run(fn)
+        if self._run is not jax.jit:
+            return made, None
+        self.programs += 1
+        try:
+            lowered = made.lower(*example())
+        except Exception as error:
+            return functools.partial(_raise, error), None
+        compiled = self._pool.submit(lowered.compile)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
+        return lambda *args: compiled.result()(*args), shapes
+
+
+def _raise(error: Exception, *args: Any) -> Any:
+    raise error
+
+
+def _never(*args: Any) -> Any:
+    raise AssertionError("called after a refusal")
 
 
 def _arch():
@@ -210,23 +335,10 @@ def _dtypes(suite: Suite, case: str, given: Sequence[Any] | None) -> list[Any]:
     return [jnp.dtype(dtype) for dtype in given]
 
 
-def _measure(
-    suite: Suite,
-    place: tuple[str, str, str],
-    backend: Backend,
-    refusals: Mapping[Pass, str | None],
-    draws: list[Draw],
-    expected: Expected | None,
-    run: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> list[Row]:
-    case, dtype, name = place
-    problem = draws[0].problem
+def _measure(calls: _Calls, case: str, dtype: str, draws: list[Draw], expected: Expected | None) -> list[Row]:
+    name, refusals = calls.backend.name, calls.refusals
     rows = [Row(case, dtype, name, pass_, refusal=reason) for pass_, reason in refusals.items() if reason is not None]
-    fwd = backend.fwd if refusals["forward"] is None else suite.plain_forward
-    # Not jitted with `problem` as a static argument: a backend given twice, with other functions, is another one.
-    forward = run(lambda *operands: fwd(problem, *operands))
-    backward = run(lambda residuals, *cotangents: backend.bwd(problem, residuals, *cotangents))
-    forward_of = functools.cache(lambda index: forward(*draws[index].operands))
+    forward_of = functools.cache(lambda index: calls.forward(*draws[index].operands))
     answers: dict[Pass, list[dict[str, Any]]] = {"forward": [], "backward": []}
     for pass_ in PASSES:
         if refusals[pass_] is not None:
@@ -238,7 +350,7 @@ def _measure(
                 if pass_ == "forward":
                     answers[pass_].append(jax.device_get(draw.outputs(returned)))
                 else:
-                    gradients = backward(draw.residuals(returned), *draw.cotangents)
+                    gradients = calls.backward(draw.residuals(returned), *draw.cotangents)
                     answers[pass_].append(jax.device_get(draw.gradients(gradients)))
         except Exception as error:
             # A kernel that does not compile or crashes is a finding, and the others still want to be measured.
