@@ -65,15 +65,17 @@ def scan(
     dt = np.clip(smooth, *map(dtype, limit))
     d_clip = ((smooth >= limit[0]) & (smooth <= limit[1])).astype(dtype)
 
-    state = np.zeros((batch, heads, head_dim, state_dim), dtype) if initial is None else initial
+    start = state = np.zeros((batch, heads, head_dim, state_dim), dtype) if initial is None else initial
     keeps = np.ones((batch, length), dtype) if starts is None else 1 - starts.astype(dtype)
     decays = np.exp(dt * A)
-    before, after, read = [], [], []
+    after, read = [], []
+
+    def entering(t):
+        return (after[t - 1] if t else start) * keeps[:, t, None, None, None]
+
     for t in range(length):
-        entering = state * keeps[:, t, None, None, None]
         token = (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
-        state = decays[:, t, :, None, None] * entering + token
-        before.append(entering)
+        state = decays[:, t, :, None, None] * entering(t) + token
         after.append(state)
         read.append(add(after[t] * C[:, t, :, None], -1))
     final = state
@@ -97,7 +99,7 @@ def scan(
         d_x[:, t] += dt[:, t, :, None] * by_B
         d_dt[:, t] = add(by_B * x[:, t], -1)
         d_B[:, t] = by_group(d_state * (dt[:, t, :, None] * x[:, t])[..., None])
-        d_log[:, t] = decays[:, t] * add(d_state * before[t], -2, -1)
+        d_log[:, t] = decays[:, t] * add(d_state * entering(t), -2, -1)
         d_state = d_state * (decays[:, t] * keeps[:, t, None])[..., None, None]
     d_dt = (d_dt + d_log * A) * d_clip * d_smooth
     grads = Operands(
