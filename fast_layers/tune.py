@@ -1,18 +1,23 @@
 """`python -m fast_layers tune attention`: which tiles are fastest on the GPU at hand, written to the user's table.
 
-For each pass, depth, mask and length every legal choice of tiles is compiled and timed. The fastest one whose results
-also pass the parity suite's rule becomes an entry; `fast_layers.ops.attention.tuned` reads them. What stands in the
-table for other calls stays. A few minutes for each combination, most of it spent compiling.
+For each pass, depth, mask and length every legal shape of tiles is timed, and of the three fastest shapes all grids and
+orders. They are compiled in threads before any is timed. The fastest choice whose results also pass the parity suite's
+rule becomes an entry; `fast_layers.ops.attention.tuned` reads them. What stands in the table for other calls stays.
+About a minute for each combination, of which there are 54 by default, nearly all of it spent compiling; stderr tells
+what is being done.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,13 @@ import jax.numpy as jnp
 from fast_layers.arch import lowering_targets
 from fast_layers.dispatch import PASSES, Backend
 from fast_layers.ops.attention import api, tuned
-from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS, HopperBackwardTiles, HopperForwardTiles
+from fast_layers.ops.attention.config import (
+    HOPPER_SMEM_BYTES,
+    HOPPER_SMS,
+    HopperBackwardTiles,
+    HopperDeepBackwardTiles,
+    HopperForwardTiles,
+)
 from fast_layers.ops.attention.problem import Residuals
 from fast_layers.testing import parity
 
@@ -31,6 +42,15 @@ HIDDEN = 2048
 MASKS = ("full", "causal", "window")
 WINDOW = 1024
 """Keys that a query sees under a window, its own position among them."""
+_SHAPES: dict[type, tuple[str, ...]] = {
+    HopperForwardTiles: ("compute_wgs", "kv_tile", "stages"),
+    HopperBackwardTiles: ("q_tile", "stages"),
+    HopperDeepBackwardTiles: ("d_query_slots", "columns"),
+}
+"""What of the tiles decides most of their speed: shared memory, and work for each step."""
+_BEST_SHAPES = 3
+_MINUTES_EACH = 1
+"""On an H200's 16 cores, for the estimate that is told."""
 _RUNS = 5
 _SECONDS_PER_RUN = 0.02
 _MOST_CALLS = 200
@@ -60,9 +80,11 @@ def run(arguments: Any) -> int:
     if path is None:
         print(f"tune attention: {tuned.USER_TABLE} is empty, which means no user table; unset it or give --out")
         return 1
-    entries = []
-    for pass_, depth, mask in itertools.product(a.passes, a.depths, a.masks):
-        entries += tune_kind(pass_, depth, mask, sorted(set(a.lengths)), a.tokens)
+    entries, lengths = [], sorted(set(a.lengths))
+    kinds = list(itertools.product(a.passes, a.depths, a.masks))
+    _tell(f"{len(kinds) * len(lengths)} calls to tune: about {len(kinds) * len(lengths) * _MINUTES_EACH} minutes")
+    for pass_, depth, mask in kinds:
+        entries += tune_kind(pass_, depth, mask, lengths, a.tokens)
     written = _merged(path, entries)
     path.parent.mkdir(parents=True, exist_ok=True)
     origin = {
@@ -93,10 +115,12 @@ def tune_kind(pass_: str, depth: int, mask: str, lengths: list[int], tokens: int
     """Entries from short to long; neighbours with the same tiles are one."""
     entries: list[tuned.Entry] = []
     for length in lengths:
-        milliseconds = stopwatch(pass_, depth, mask, length, max(tokens // length, 1))
-        timed = sorted(_times(candidates(pass_, depth, mask), milliseconds), key=lambda pair: pair[1])
-        best = next(((tiles, ms) for tiles, ms in timed if agrees(pass_, depth, mask, tiles)), None)
         where = f"{pass_}, depth {depth}, {mask}, length {length}"
+        with parity.compilers() as pool:
+            prepare = stopwatch(pass_, depth, mask, length, max(tokens // length, 1), pool)
+            timed = _times(list(candidates(pass_, depth, mask)), prepare, where)
+        _tell(f"{where}: comparing the fastest with the reference")
+        best = next(((tiles, ms) for tiles, ms in timed if agrees(pass_, depth, mask, tiles)), None)
         if best is None:
             print(f"{where}: no tiles work; the rule stays")
             continue
@@ -110,13 +134,41 @@ def tune_kind(pass_: str, depth: int, mask: str, lengths: list[int], tokens: int
     return entries
 
 
-def _times(choices: Iterator[tuned.Tiles], milliseconds: Callable[[tuned.Tiles], float]):
+def _tell(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+
+
+def _times(choices: Sequence[tuned.Tiles], prepare: Prepare, where: str) -> list[tuple[tuned.Tiles, float]]:
+    """(tiles, milliseconds), the fastest first: one choice of each shape, and all of the fastest shapes."""
+    groups: dict[Any, list[tuned.Tiles]] = {}
     for tiles in choices:
+        groups.setdefault(_shape(tiles), []).append(tiles)
+    timed = _time_all([group[0] for group in groups.values()], prepare, f"{where}: shapes")
+    best = sorted(timed, key=timed.__getitem__)[:_BEST_SHAPES]
+    others = [tiles for first in best for tiles in groups[_shape(first)][1:]]
+    timed |= _time_all(others, prepare, f"{where}: grids and orders of the fastest")
+    return sorted(timed.items(), key=lambda pair: pair[1])
+
+
+def _shape(tiles: tuned.Tiles) -> tuple[int, ...]:
+    return tuple(getattr(tiles, name) for name in _SHAPES[type(tiles)])
+
+
+def _time_all(choices: Sequence[tuned.Tiles], prepare: Prepare, where: str) -> dict[tuned.Tiles, float]:
+    if not choices:
+        return {}
+    _tell(f"{where}, compiling {len(choices)}")
+    prepared = {tiles: prepare(tiles) for tiles in choices}
+    futures.wait(prepared.values())
+    _tell(f"{where}, timing")
+    timed = {}
+    for tiles, ready in prepared.items():
         try:
-            yield tiles, milliseconds(tiles)
+            timed[tiles] = ready.result()()
         except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
             # One choice that does not compile or run leaves the others.
             print(f"  {tiles}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    return timed
 
 
 def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
@@ -140,8 +192,12 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
     return (tiles for tiles in made if tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES)
 
 
-def stopwatch(pass_: str, depth: int, mask: str, length: int, batch: int) -> Callable[[Any], float]:
-    """Milliseconds of one call with given tiles, on random normal inputs in bfloat16."""
+Prepare = Callable[[tuned.Tiles], futures.Future[Callable[[], float]]]
+"""Starts to compile; what comes of it times one call, in milliseconds."""
+
+
+def stopwatch(pass_: str, depth: int, mask: str, length: int, batch: int, pool: futures.Executor) -> Prepare:
+    """On random normal inputs in bfloat16."""
     shape = (batch, length, max(HIDDEN // depth, 1), depth)
     query, key, value, d_out = (
         jax.random.normal(k, shape, jnp.bfloat16) for k in jax.random.split(jax.random.key(0), 4)
@@ -150,18 +206,41 @@ def stopwatch(pass_: str, depth: int, mask: str, length: int, batch: int) -> Cal
     inputs, aux, options, _ = api._prepare(query, key, value, is_causal=mask == "causal", local_window_size=window)
     problem = options.problem(inputs, aux)
 
-    def milliseconds(tiles: Any) -> float:
-        fwd, bwd = with_tiles("forward", tiles), with_tiles("backward", tiles)
-        if pass_ == "forward":
-            return _milliseconds(jax.jit(lambda inputs: fwd(problem, inputs, aux)), inputs)
+    args: tuple[Any, ...] = (inputs,)
+    if pass_ == "backward":
         from fast_layers.ops.attention import hopper_fwd
 
         out, lse = jax.jit(lambda inputs: hopper_fwd.attend(problem, inputs, aux))(inputs)
-        residuals = Residuals(inputs, aux, out, lse)
-        call = jax.jit(lambda residuals, d_out: bwd(problem, residuals, d_out, jnp.zeros_like(residuals.lse)))
-        return _milliseconds(call, residuals, d_out)
+        args = Residuals(inputs, aux, out, lse), d_out
 
-    return milliseconds
+    def prepare(tiles: Any) -> futures.Future[Callable[[], float]]:
+        run = with_tiles(pass_, tiles)
+
+        def forward(inputs):
+            return run(problem, inputs, aux)
+
+        def backward(residuals, d_out):
+            return run(problem, residuals, d_out, jnp.zeros_like(residuals.lse))
+
+        # Tracing holds the interpreter's lock, so that a thread would not help it; compiling does not.
+        lowered, failure = _lower(forward if pass_ == "forward" else backward, args)
+
+        def compiled() -> Callable[[], float]:
+            if failure is not None:
+                raise failure
+            assert lowered is not None
+            return functools.partial(_milliseconds, lowered.compile(), *args)
+
+        return pool.submit(compiled)
+
+    return prepare
+
+
+def _lower(call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+    try:
+        return jax.jit(call).lower(*args), None
+    except Exception as error:
+        return None, error
 
 
 def with_tiles(pass_: str, tiles: Any) -> Callable[..., Any]:
@@ -181,7 +260,7 @@ def with_tiles(pass_: str, tiles: Any) -> Callable[..., Any]:
 
 
 def _milliseconds(call: Callable[..., Any], *args: Any) -> float:
-    """The median of several runs of many calls with one wait each, after a first call that compiles."""
+    """The median of several runs of many calls with one wait each, after a first call alone."""
 
     def seconds(calls: int) -> float:
         start = time.perf_counter()

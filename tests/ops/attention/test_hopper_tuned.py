@@ -20,6 +20,7 @@ from fast_layers.ops.attention.config import (
     HopperDeepBackwardTiles,
     HopperForwardTiles,
 )
+from fast_layers.testing import parity
 
 H200 = Arch("cuda", "NVIDIA H200", (9, 0))
 
@@ -137,8 +138,8 @@ def _damaged(**changes):
 
 DAMAGED = {
     "no JSON": ("{", "Expecting"),
-    "a list": ([], 'must be an object with "format": 2'),
-    "another format": ({"format": 1, "entries": []}, '"format": 2'),
+    "a list": ([], 'must be an object with "format": 3'),
+    "another format": ({"format": 2, "entries": []}, '"format": 3'),
     "an entry without tiles": ([{"arch": "sm_90"}], "an entry must have exactly"),
     "another GPU": ([_damaged(arch="sm_100")], "must be 'sm_90'"),
     "an unknown mask": ([_damaged(mask="striped")], "must be one of full, causal, window, arrays"),
@@ -160,7 +161,7 @@ DAMAGED = {
 @pytest.mark.parametrize(("content", "words"), DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_table_is_reported_and_ignored(content, words, user_file):
     if isinstance(content, list) and content:
-        content = {"format": 2, "entries": content}
+        content = {"format": 3, "entries": content}
     user_file.parent.mkdir()
     user_file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.warns(UserWarning, match="is ignored") as warned:
@@ -194,11 +195,36 @@ def test_candidates_fit_and_hold_the_rules_choice(pass_, depth, mask):
 
 def test_what_is_timed_has_the_mask_that_it_is_filed_under(monkeypatch):
     problems = []
-    monkeypatch.setattr(tune, "with_tiles", lambda *_: lambda problem, *_: problems.append(problem) or 0)
-    monkeypatch.setattr(tune, "_milliseconds", lambda call, *args: call(*args))
-    for mask in tune.MASKS:
-        jax.eval_shape(lambda mask=mask: tune.stopwatch("forward", 64, mask, 64, 1)(MINE))
+
+    def run(problem, inputs, aux):
+        problems.append(problem)
+        return inputs.query[0, 0, 0, 0]
+
+    monkeypatch.setattr(tune, "with_tiles", lambda *_: run)
+    with parity.compilers() as pool:
+        ready = [tune.stopwatch("forward", 64, mask, 64, 1, pool)(MINE) for mask in tune.MASKS]
+        assert all(each.result()() > 0 for each in ready)
     assert [tuned.mask_kind(problem) for problem in problems] == list(tune.MASKS)
+
+
+def test_a_choice_that_cannot_be_traced_fails_where_it_is_timed(monkeypatch):
+    def run(*_):
+        raise NotImplementedError("no such layout")
+
+    monkeypatch.setattr(tune, "with_tiles", lambda *_: run)
+    with parity.compilers() as pool:
+        ready = tune.stopwatch("forward", 64, "full", 64, 1, pool)(MINE)
+        with pytest.raises(NotImplementedError, match="no such layout"):
+            ready.result()
+
+
+def _stopwatch(milliseconds):
+    """As `tune.stopwatch`, of (length, tiles)."""
+
+    def stopwatch(pass_, depth, mask, length, batch, pool):
+        return lambda tiles: pool.submit(lambda: lambda: milliseconds(length, tiles))
+
+    return stopwatch
 
 
 class TestTune:
@@ -206,16 +232,16 @@ class TestTune:
     def pretended(self, monkeypatch, user_file):
         """A Hopper GPU on which fewer stages, and fewer queries a step, are faster."""
 
-        def stopwatch(pass_, depth, mask, length, batch):
-            return lambda tiles: sum(value for value in vars(tiles).values()) * length
-
         monkeypatch.setattr(tune, "lowering_targets", lambda: (H200,))
-        monkeypatch.setattr(tune, "stopwatch", stopwatch)
+        monkeypatch.setattr(tune, "stopwatch", _stopwatch(lambda length, tiles: sum(vars(tiles).values()) * length))
         monkeypatch.setattr(tune, "agrees", lambda *_: True)
 
     def test_writes_a_table_that_is_read(self, user_file, capsys):
         assert main(["tune", "attention", "--lengths", "1024", "512"]) == 0
-        assert "18 entries written" in capsys.readouterr().out
+        said = capsys.readouterr()
+        assert "18 entries written" in said.out
+        assert "36 calls to tune: about 36 minutes" in said.err
+        assert "backward, depth 256, window, length 512: shapes, timing" in said.err
         raw = json.loads(user_file.read_text())
         assert raw["device"] == "NVIDIA H200"
         assert {entry["longest"] for entry in raw["entries"]} == {None}  # the same tiles at both lengths
@@ -232,23 +258,37 @@ class TestTune:
         assert len(tuned.user_table()) == 2
 
     def test_tiles_that_differ_by_length(self, monkeypatch):
-        def stopwatch(pass_, depth, mask, length, batch):
-            return lambda tiles: abs(tiles.stages - (2 if length < 4096 else 3)) + dataclasses.astuple(tiles)[1]
+        def milliseconds(length, tiles):
+            return abs(tiles.stages - (2 if length < 4096 else 3)) + dataclasses.astuple(tiles)[1]
 
-        monkeypatch.setattr(tune, "stopwatch", stopwatch)
+        monkeypatch.setattr(tune, "stopwatch", _stopwatch(milliseconds))
         entries = tune.tune_kind("forward", 64, "full", [512, 1024, 4096, 8192], 8192)
         assert [(entry.longest, entry.tiles.stages) for entry in entries] == [(1024, 2), (None, 3)]
 
+    def test_times_grids_and_orders_of_the_fastest_shapes_only(self, monkeypatch):
+        timed = []
+
+        def milliseconds(length, tiles):
+            timed.append(tiles)
+            return tiles.stages + tiles.kv_tile + tiles.compute_wgs - 0.1 * tiles.own_spans
+
+        monkeypatch.setattr(tune, "stopwatch", _stopwatch(milliseconds))
+        (entry,) = tune.tune_kind("forward", 64, "causal", [512], 512)
+        assert entry.tiles.own_spans
+        assert (entry.tiles.compute_wgs, entry.tiles.kv_tile, entry.tiles.stages) == (2, 64, 2)
+        made = list(tune.candidates("forward", 64, "causal"))
+        assert len(set(timed)) == len(timed) < len(made) / 2
+        assert {tune._shape(tiles) for tiles in timed} == {tune._shape(tiles) for tiles in made}
+        wanted = {(2, 64, 2), (2, 64, 3), (3, 64, 2)}  # the three fastest
+        assert {tiles for tiles in made if tune._shape(tiles) in wanted} <= set(timed)
+
     def test_passes_over_what_is_wrong_or_fails(self, monkeypatch, capsys):
-        def stopwatch(pass_, depth, mask, length, batch):
-            def milliseconds(tiles):
-                if tiles.stages == 1:
-                    raise jax.errors.JaxRuntimeError("no such kernel")
-                return tiles.stages
+        def milliseconds(length, tiles):
+            if tiles.stages == 1:
+                raise jax.errors.JaxRuntimeError("no such kernel")
+            return tiles.stages
 
-            return milliseconds
-
-        monkeypatch.setattr(tune, "stopwatch", stopwatch)
+        monkeypatch.setattr(tune, "stopwatch", _stopwatch(milliseconds))
         monkeypatch.setattr(tune, "agrees", lambda pass_, depth, mask, tiles: tiles.q_tile == 64)
         (entry,) = tune.tune_kind("backward", 64, "full", [512], 512)
         assert entry.tiles == HopperBackwardTiles(64, stages=2)
