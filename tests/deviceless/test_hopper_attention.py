@@ -65,12 +65,14 @@ class Call:
 
 CAUSAL = {"is_causal": True}
 ANY_ORDER = {"reproducible": False}
+WINDOW = {"is_causal": True, "local_window_size": (1023, 0)}
+SOFTCAP = {"softcap": 30.0}
 DROPOUT = {"dropout_rate": 0.1}
 EVERYTHING = {"is_causal": True, "softcap": 30.0, "sinks": np.zeros(16, np.float32), "local_window_size": (1024, 0)}
 BATCHES = {
     "shallow": {
         "d64 full": Call(qk_dim=64),
-        "d64 causal, short": Call(2048, qk_dim=64, options=CAUSAL),
+        "d64 causal, spans of their own": Call(512, qk_dim=64, batch=8, options=CAUSAL),
         "d64 causal": Call(qk_dim=64, options=CAUSAL),
         "d64 segments": Call(kv_heads=4, qk_dim=64, segments=True, options=CAUSAL),
         "d64 everything": Call(kv_heads=4, qk_dim=64, segments=True, options=EVERYTHING),
@@ -90,6 +92,11 @@ BATCHES = {
     },
     "more forms": {
         "d64 full, short": Call(512, qk_dim=64, batch=8),
+        "d64 causal, two warpgroups": Call(1024, qk_dim=64, batch=8, options=CAUSAL),
+        "d64 window, spans of their own": Call(qk_dim=64, options=WINDOW),
+        "d64 softcap": Call(qk_dim=64, options=CAUSAL | SOFTCAP),
+        "d128 window, softcap": Call(options=WINDOW | SOFTCAP),
+        "d256/128 causal": Call(qk_dim=256, v_dim=128, options=CAUSAL),
         "d64 causal, grouped": Call(kv_heads=4, qk_dim=64, options=CAUSAL),
         "d64 any order": Call(qk_dim=64, options=CAUSAL | ANY_ORDER),
         "d128 full, short": Call(2048),
@@ -117,7 +124,10 @@ BATCHES = {
 SPILLS = {
     "d64 full, short": (0, 40),
     "d64 full": (0, 40),
-    "d64 causal, short": (120, 40),
+    "d64 causal, spans of their own": (106, 40),
+    "d64 causal, two warpgroups": (0, 40),
+    "d64 window, spans of their own": (110, 48),
+    "d64 softcap": (110, 670),
     "d64 causal": (120, 40),
     "d64 causal, grouped": (120, 120),
     "d64 any order": (120, 40),
@@ -130,9 +140,10 @@ SPILLS = {
     "d128 causal, grouped": (72, 252),
     "d128 any order": (72, 320),
     "d128 window": (40, 270),
+    "d128 window, softcap": (44, 390),
     "d128 segments": (24, 350),
     "d128 everything": (48, 540),
-    "d192/128 causal": (16, 0),
+    "d256/128 causal": (0, 15),
     "d256 full": (0, 0),
     "d256 causal": (150, 0),
     "d256 segments": (80, 8),

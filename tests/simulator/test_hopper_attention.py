@@ -31,6 +31,7 @@ from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
 from simulator.attention import StandIn, backward_tiles, changed, forward_tiles, judge, only, patched
+from simulator.mlp import Slip
 
 pytestmark = pytest.mark.simulator
 
@@ -170,11 +171,22 @@ def test_blocks_that_take_several_tiles_of_keys(name):
     assert judged.table.ok, judged.report()
 
 
+OWN_SPANS = HopperForwardTiles(2, 64, blocks=1, takes_turns=False, own_spans=True)
+SPANS = {
+    "window": (
+        _square(330, heads=1, kv_heads=1, window=(90, 20)),
+        dataclasses.replace(OWN_SPANS, compute_wgs=3, stages=3),
+    ),
+    "two depths": (_square(260, heads=1, kv_heads=1, qk_dim=192, v_dim=128, is_causal=True), OWN_SPANS),
+}
+
+
 @pytest.mark.exhaustive  # a causal mask stands in test_a_hidden_value_that_is_broken
-def test_spans_of_their_own():
-    tiles = HopperForwardTiles(3, 64, stages=3, blocks=1, takes_turns=False, own_spans=True)
+@pytest.mark.parametrize("name", SPANS)
+def test_spans_of_their_own(name):
+    case, tiles = SPANS[name]
     with patched(forward_tiles(tiles)):
-        judged = judge(_square(330, heads=1, kv_heads=1, window=(90, 20)), supports=only("forward"))
+        judged = judge(case, supports=only("forward"))
     assert not judged.faulty, judged.report()
     assert judged.table.ok, judged.report()
 
@@ -457,11 +469,11 @@ DEEP_FAULTS = {
     "queries overwritten in flight": (DEEP_CASE, StandIn("wgmma_wait #2"), "SMEM"),
 }
 
-# One fault of each kind: a load that is not awaited, a slot written too soon, freed too soon, an accumulator in flight,
-# a missing commit, a store that is not awaited. A missing exchange shows by how threads happen to run.
+# One fault of each kind: a load that is not awaited, a slot freed too soon, an accumulator in flight, a missing commit,
+# a store that is not awaited; of slots written too soon, FORM_FAULTS has one. A missing exchange shows by how threads
+# happen to run.
 FORWARD_EACH_RUN = {
     "keys not awaited",
-    "values overwritten",
     "keys freed in flight",
     "scores read in flight",
     "store's read not awaited",
@@ -477,6 +489,23 @@ BACKWARD_EACH_RUN = {
     "dK and dV not awaited",
 }
 DEEP_EACH_RUN = {"dS not awaited", "P overwritten"}
+
+
+# In the text of a causal mask's compute warpgroups, the last wait for keys stands where tiles are passed over.
+FORM_FAULTS = {
+    "a cluster's blocks free their own slots only": (
+        Case(batch=1, q_len=256, kv_len=400, heads=2, kv_heads=1),
+        Slip(alone=True),
+        HopperForwardTiles(2, 64, blocks=2, cluster=2),
+        "write of SMEM",
+    ),
+    "keys passed over before they came": (
+        dataclasses.replace(FORWARD_CASE, heads=1, kv_heads=1, is_causal=True),
+        StandIn("barrier_wait #23"),
+        OWN_SPANS,
+        "",
+    ),
+}
 
 
 def _run(module, case, stand_in, *patches):
@@ -523,6 +552,12 @@ def _found(module, fault, faults, *patches):
 @pytest.mark.parametrize("fault", some_each_run(FORWARD_FAULTS, FORWARD_EACH_RUN))
 def test_planted_fault_of_the_forward_is_found(fault):
     _found(hopper_fwd, fault, FORWARD_FAULTS)
+
+
+@pytest.mark.parametrize("fault", some_each_run(FORM_FAULTS, {"a cluster's blocks free their own slots only"}))
+def test_planted_fault_of_a_form_of_the_forward_is_found(fault):
+    case, stand_in, tiles, access = FORM_FAULTS[fault]
+    _found(hopper_fwd, fault, {fault: (case, stand_in, access)}, forward_tiles(tiles))
 
 
 @pytest.mark.parametrize("fault", some_each_run(BACKWARD_FAULTS, BACKWARD_EACH_RUN))

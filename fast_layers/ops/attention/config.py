@@ -234,10 +234,10 @@ class HopperForwardTiles:
                 return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row
             return cls(2, 128, q_slots=2 if persistent else 1, blocks=blocks, cluster=1 if causal else 2)
         blocks = HOPPER_SMS if deals else 0
-        tiles = cls(2, 128 if p.v_dim <= 128 else 64, takes_turns=False, blocks=blocks)
-        tiles = dataclasses.replace(tiles, own_spans=deals and tiles.kv_tile == 64)
-        fits = tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES
-        return tiles if fits else dataclasses.replace(tiles, kv_tile=64)
+        tiles = cls(2, 128, takes_turns=False, blocks=blocks)
+        if p.v_dim <= 128 and tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES:
+            return tiles
+        return dataclasses.replace(tiles, kv_tile=64, own_spans=deals)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from fast_layers.ops.attention import hopper_bwd_deep
-from fast_layers.ops.attention.config import HopperBackwardTiles, HopperDeepBackwardTiles, HopperForwardTiles
+from fast_layers.ops.attention import api, hopper_bwd_deep
+from fast_layers.ops.attention.config import (
+    HOPPER_SMEM_BYTES,
+    HopperBackwardTiles,
+    HopperDeepBackwardTiles,
+    HopperForwardTiles,
+)
 
 REGISTERS = 1 << 16
 WARPGROUP = 128
@@ -52,3 +59,18 @@ def test_warpgroups_of_the_deep_backward_ask_for_no_more_either():
 def test_impossible_tiles_reject_themselves(make, reason):
     with pytest.raises(ValueError, match=reason):
         make()
+
+
+@pytest.mark.parametrize(
+    ("depths", "kv_tile"), [((160, 128), 128), ((192, 128), 64), ((256, 128), 64), ((256, 256), 64)], ids=str
+)
+def test_deep_causal_tiles_of_64_keys_have_spans_of_their_own(depths, kv_tile):
+    def choose(query, key, value):
+        inputs, aux, given, _ = api._prepare(query, key, value, is_causal=True)
+        chosen.append(HopperForwardTiles.of(given.problem(inputs, aux)))
+
+    chosen: list[HopperForwardTiles] = []
+    jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, 2048, 16, depths[i]), jnp.bfloat16) for i in (0, 0, 1)))
+    (tiles,) = chosen
+    assert (tiles.kv_tile, tiles.own_spans) == (kv_tile, kv_tile == 64)
+    assert tiles.smem_bytes(*depths) <= HOPPER_SMEM_BYTES
