@@ -1,11 +1,12 @@
-"""`python -m bench attention [options]`, and `decode`, `host_cost`, `mamba2`, `memory`, `mlp` or `ssd` in its place."""
+"""`python -m bench attention [options]`, and `compiled`, `decode`, `host_cost`, `mamba2`, `memory`, `mlp` or `ssd` in
+its place."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-COMMANDS = ("attention", "decode", "host_cost", "mamba2", "memory", "mlp", "ssd")
+COMMANDS = ("attention", "compiled", "decode", "host_cost", "mamba2", "memory", "mlp", "ssd")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 
 import jax
@@ -14,6 +15,8 @@ from deviceless import blackwell_ssd_functions
 from fast_layers.ops.ssd.blackwell_config import (
     BLACKWELL_SMEM_BYTES,
     BLACKWELL_TMEM_COLUMNS,
+    HEAD_DIMS,
+    STATE_DIMS,
     BlackwellBackwardTiles,
     BlackwellForwardTiles,
     BlackwellStateTiles,
@@ -34,13 +37,14 @@ class Call:
     head_dim: int = 64
     state_dim: int = 128
     length: int = 4096
-    everything: bool = False  # D, z, dt_bias, initial state, documents
+    batch: int = 2
+    options: tuple[str, ...] = ()
 
     def compilation(self) -> Compilation:
         def shape(*sizes, dtype=jnp.bfloat16):
             return jax.ShapeDtypeStruct(sizes, dtype)
 
-        batch, rows = 2, (2, self.length, self.heads)
+        batch, rows = self.batch, (self.batch, self.length, self.heads)
         by_group = (batch, self.length, self.groups, self.state_dim)
         operands = {
             "x": shape(*rows, self.head_dim),
@@ -49,33 +53,38 @@ class Call:
             "B": shape(*by_group),
             "C": shape(*by_group),
         }
-        if self.everything:
-            operands |= {
-                "D": shape(self.heads, dtype=jnp.float32),
-                "z": shape(*rows, self.head_dim),
-                "dt_bias": shape(self.heads, dtype=jnp.float32),
-                "initial_state": shape(batch, self.heads, self.head_dim, self.state_dim, dtype=jnp.float32),
-                "segment_ids": shape(batch, self.length, dtype=jnp.int32),
-            }
+        optional = {
+            "D": shape(self.heads, dtype=jnp.float32),
+            "z": shape(*rows, self.head_dim),
+            "dt_bias": shape(self.heads, dtype=jnp.float32),
+            "initial_state": shape(batch, self.heads, self.head_dim, self.state_dim, dtype=jnp.float32),
+            "segment_ids": shape(batch, self.length, dtype=jnp.int32),
+        }
+        operands |= {name: optional[name] for name in self.options}
         state = shape(batch, self.heads, self.head_dim, self.state_dim, dtype=jnp.float32)
         cotangents = (shape(*rows, self.head_dim), state)
         return Compilation(blackwell_ssd_functions.scan_and_gradients, (operands, cotangents))
 
 
 KERNELS = {"ssd_forward", "ssd_states", "ssd_backward_columns", "ssd_backward_rows"}
-MOST_SPILLED_BYTES = {"ssd_backward_columns": 8, "ssd_backward_rows": 4}
-"""Of ptxas 13.3, on 2026-11-23, where a block has several units: addresses that are known before the roles part, put
-aside once. Columns of few heads of 128 or 32 channels: where two tiles stand in tensor memory. Rows of few heads with a
-gate and documents: where shared memory begins."""
-LEAN = {"P64 N128, everything": Call(everything=True)}
+EVERYTHING = ("D", "z", "dt_bias", "initial_state", "segment_ids")
+LEAN = {"P64 N128, everything": Call(options=EVERYTHING)}
 REST = {
+    # The first with several units for each block of the backward, the other with one.
+    **{
+        f"P{head_dim} N{state_dim}, {name}": dataclasses.replace(call, head_dim=head_dim, state_dim=state_dim)
+        for head_dim, state_dim in itertools.product(HEAD_DIMS, STATE_DIMS)
+        for name, call in {
+            "four heads, everything": Call(heads=4, batch=16, options=EVERYTHING),
+            "three heads, odd length": Call(heads=3, length=1001),
+        }.items()
+    },
+    **{f"P64 N128, four heads, {option}": Call(heads=4, batch=16, options=(option,)) for option in EVERYTHING},
     "P64 N128": Call(),
     "P64 N64": Call(state_dim=64),
-    "P64 N128, a group for each head": Call(heads=3, groups=3, everything=True),
-    "P128 N128, odd length": Call(heads=3, head_dim=128, length=1001),
-    "P128 N64, everything, odd length": Call(heads=3, head_dim=128, state_dim=64, length=1001, everything=True),
-    "P32 N16, everything": Call(heads=4, head_dim=32, state_dim=16, everything=True),
-    "P32 N96, two heads, everything": Call(heads=2, head_dim=32, state_dim=96, everything=True),
+    "P64 N128, a group for each head": Call(heads=3, groups=3, options=EVERYTHING),
+    "P128 N64, three heads, everything, odd length": Call(3, 1, 128, 64, 1001, options=EVERYTHING),
+    "P32 N96, two heads, everything": Call(heads=2, head_dim=32, state_dim=96, options=EVERYTHING),
     "P32 N32, one head": Call(heads=1, head_dim=32, state_dim=32),
 }
 
@@ -99,8 +108,7 @@ def expected_smem_bytes(kernel: str, call: Call) -> int:
     [
         pytest.param("b200", LEAN, id="b200"),
         pytest.param("b200", REST, id="b200-rest", marks=pytest.mark.exhaustive),
-        pytest.param("b300", LEAN, id="b300", marks=pytest.mark.exhaustive),
-        pytest.param("b300", REST, id="b300-rest", marks=pytest.mark.exhaustive),
+        pytest.param("b300", LEAN | REST, id="b300", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_kernels_compile_well(gpu, calls):
@@ -124,7 +132,6 @@ def test_the_kernels_compile_well(gpu, calls):
                 faults.append(f"{label}: {kernel.smem_bytes} bytes of shared memory exceed {most}")
             if kernel.tmem_columns is None or kernel.tmem_columns > BLACKWELL_TMEM_COLUMNS:
                 faults.append(f"{label}: {kernel.tmem_columns} columns exceed {BLACKWELL_TMEM_COLUMNS}")
-            most = MOST_SPILLED_BYTES.get(kernel.name, 0)
-            if kernel.spill_store_bytes > most:
-                faults.append(f"{label}: {kernel.spill_store_bytes} bytes are spilled, of {most} at most")
+            if kernel.spills:
+                faults.append(f"{label}: {kernel.spill_store_bytes} bytes are spilled")
     assert not faults, "\n".join(faults)

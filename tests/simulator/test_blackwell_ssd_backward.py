@@ -165,7 +165,6 @@ FAULTS = {
         "B and C are not awaited": "barrier_wait projections_ready",
         "units are not awaited": "barrier_wait ready",
         "slots are refilled early": "barrier_wait consumed",
-        "scores are read in flight": "barrier_wait scores_ready",
         "pairs are read in flight": "barrier_wait pairs_ready",
         "pairs are overwritten": "barrier_wait pairs_consumed",
         "inter is read in flight": "barrier_wait inter_ready",

@@ -17,18 +17,17 @@ and goes through its units of at most 64 channels of a head. They are one body, 
 
 Rows of all tiles are the tokens of `own`. The roles of a block:
 
-    load warpgroup                      matmul warpgroup, of each unit
-    --------------                      ------------------------------
-    own, other once -> projections_ready  pairs = values others^T      needs ready, pairs_consumed     -> pairs_ready
-    values, others, state, factors        inter = own state^T          needs inter_consumed            -> inter_ready
-      of a unit -> ready                  sums += scaled state         needs scaled_ready
-      waits consumed                      inter += W others            needs weights_ready             -> unit_done
-                                          rows: passed = from_on T     needs passing_ready,
-    channel warpgroup                                                        passed_consumed           -> passed_ready
-    -----------------
+    channel warpgroup                   matmul warpgroup, of each unit
+    -----------------                   ------------------------------
+    loads own, other                      pairs = values others^T      needs ready, pairs_consumed     -> pairs_ready
+      once -> projections_ready           inter = own state^T          needs inter_consumed            -> inter_ready
+    loads values, others, state,          sums += scaled state         needs scaled_ready
+      factors of a unit -> ready          inter += W others            needs weights_ready             -> unit_done
+      waits consumed                      rows: passed = from_on T     needs passing_ready,
+                                                                             passed_consumed           -> passed_ready
     scaled = values * share             needs ready, unit_done         -> scaled_ready
     sums of values * inter; inter * share   needs inter_ready          -> weights_ready
-    out, to memory                      needs unit_done                -> inter_consumed, consumed
+    out, to memory                      needs unit_done                -> inter_consumed
     rows: sums of what passes           needs passed_ready             -> passed_consumed
 
     two pair warpgroups, each with half of the columns of pairs
@@ -37,6 +36,9 @@ Rows of all tiles are the tokens of `own`. The roles of a block:
     W = scores * decays * dt            needs unit_done                -> weights_ready
     rows: T = d_weights * W             needs passed_ready             -> passing_ready
                                                                        -> consumed
+
+The channel warpgroup loads, since it is the last to leave a unit's slot. A warpgroup for that alone would have to be
+given registers too: of a multiprocessor's 512 for each thread of four, five could have 480.
 
 Pairs of the next unit are multiplied before W is awaited. No number goes from one warpgroup to another but in tiles
 that a product reads: each writes the sums of its own columns, and XLA adds them.
@@ -235,18 +237,12 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         s = _Scratch(**{**dict.fromkeys(_Scratch._fields), **scratch})
 
         def take_pairs(wg: int):
-            plgpu.set_max_registers(tiles.pair_registers(per_block), action="increase")
-            free_all(s)
+            plgpu.set_max_registers(tiles.pair_registers, action="increase")
             over_pairs(wg, s, results, place())
 
         def take_channels():
-            plgpu.set_max_registers(tiles.channel_registers(per_block), action="increase")
-            free_all(s)
+            plgpu.set_max_registers(tiles.channel_registers, action="increase")
             over_channels(inputs, s, results, place())
-
-        def take_loads():
-            plgpu.set_max_registers(tiles.load_registers, action="decrease")
-            load(inputs, s, place())
 
         def take_products():
             plgpu.set_max_registers(tiles.multiply_registers, action="decrease")
@@ -255,7 +251,7 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         # A role each: which columns of tensor memory are meant must be known when compiling.
         pairs = [functools.partial(take_pairs, wg) for wg in range(COMPUTE_WGS)]
         # One choice, since who still asks for another role after its own keeps in registers what that role needs.
-        lax.switch(lax.axis_index("warpgroup"), [*pairs, take_channels, take_loads, take_products])
+        lax.switch(lax.axis_index("warpgroup"), [*pairs, take_channels, take_products])
 
     kernel.__name__ = f"ssd_backward_{way}"
 
@@ -267,30 +263,21 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         first_unit = (group * slices + slice_index) * per_block
         return _Place(lax.div(row, chunks), lax.rem(row, chunks), group, part, first_unit)
 
-    def free_all(s: _Scratch):
-        """Before the first unit: a loader that asks only from some unit on has the units before it unrolled by the
-        compiler, and their addresses in all uniform registers that there are."""
-        for slot in range(ring):
-            plgpu.barrier_arrive(s.consumed.at[slot])
-
-    def load(inputs: Any, s: _Scratch, at: _Place):
+    def load_projections(inputs: Any, s: _Scratch, at: _Place):
         plgpu.copy_gmem_to_smem(inputs.own.at[at.example, at.tokens, at.group], s.own_slot, s.projections_ready)
         plgpu.copy_gmem_to_smem(inputs.other.at[at.example, at.tokens, at.group], s.other_slot, s.projections_ready)
         if inputs.first is not None:
             plgpu.copy_gmem_to_smem(inputs.first.at[at.example, at.chunk], s.first_slot, s.projections_ready)
 
-        def load_unit(step, _):
-            slot, unit = lax.rem(step, ring), at.first_unit + step
-            ready = s.ready.at[slot]
-            plgpu.barrier_wait(s.consumed.at[slot])
-            factors = inputs.factors.at[at.example, at.chunk, lax.div(unit, units_of_head)]
-            plgpu.copy_gmem_to_smem(factors, s.factor_slots.at[slot], ready)
-            plgpu.copy_gmem_to_smem(inputs.values.at[at.example, at.tokens, unit], s.value_slots.at[slot], ready)
-            plgpu.copy_gmem_to_smem(inputs.others.at[at.example, at.tokens, unit], s.others_slots.at[slot], ready)
-            state = inputs.between.at[at.example, at.chunk, direction, unit]
-            plgpu.copy_gmem_to_smem(state, s.state_slots.at[slot], ready)
-
-        lax.fori_loop(0, per_block, load_unit, None)
+    def load_unit(inputs: Any, s: _Scratch, at: _Place, step):
+        slot, unit = lax.rem(step, ring), at.first_unit + step
+        ready = s.ready.at[slot]
+        factors = inputs.factors.at[at.example, at.chunk, lax.div(unit, units_of_head)]
+        plgpu.copy_gmem_to_smem(factors, s.factor_slots.at[slot], ready)
+        plgpu.copy_gmem_to_smem(inputs.values.at[at.example, at.tokens, unit], s.value_slots.at[slot], ready)
+        plgpu.copy_gmem_to_smem(inputs.others.at[at.example, at.tokens, unit], s.others_slots.at[slot], ready)
+        state = inputs.between.at[at.example, at.chunk, direction, unit]
+        plgpu.copy_gmem_to_smem(state, s.state_slots.at[slot], ready)
 
     def multiply(s: _Scratch):
         def multiply_pairs(step):
@@ -416,22 +403,33 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
 
     def over_channels(inputs: Any, s: _Scratch, results: Any, at: _Place):
         parts_of_unit = column_slices(0, channels)
+        load_projections(inputs, s, at)
+        lax.fori_loop(0, min(ring, per_block), lambda step, _: load_unit(inputs, s, at, step), None)
         if not by_columns:
             for c in column_slices(0, ROWS):
                 row, column = positions(c, STAGED)
                 plgpu.async_store_tmem(s.from_on.at[:, c], (column >= row).astype(jnp.bfloat16))
             plgpu.commit_tmem()
 
-        def free(step):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(s.consumed.at[lax.rem(step, ring)])
+        def load_next_into(step):
+            """The slot of this unit, which this role has left."""
+
+            @pl.when(step + ring < per_block)
+            def _load():
+                plgpu.barrier_wait(s.consumed.at[lax.rem(step, ring)])
+                load_unit(inputs, s, at, step + ring)
 
         def step(i, _):
             slot, unit = lax.rem(i, ring), at.first_unit + i
             values_slot = s.value_slots.at[slot]
             to_sums = results.sums.at[at.example, at.chunk, unit]
             if gives_out:
-                pl.when(i > 0)(functools.partial(free, i - 1))
+
+                @pl.when(i > 0)
+                def _out_has_left():
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    load_next_into(i - 1)
+
             plgpu.barrier_wait(s.ready.at[slot])
             share = plgpu.load(s.factor_slots.at[slot, share_name], layout=BY_ROW, optimized=False)
             for c in parts_of_unit:
@@ -461,13 +459,11 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
                 plgpu.copy_smem_to_gmem(values_slot, results.out.at[at.example, at.tokens, unit])
             else:
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(s.consumed.at[slot])
+                load_next_into(i)
             if not by_columns:
                 to_sums.at[1][...] = sum_passed(s)
 
         lax.fori_loop(0, per_block, step, None)
-        if gives_out:
-            free(per_block - 1)
         plgpu.barrier_wait(s.sums_ready)
         for ref, result in ((s.sums, results.own), (s.scores, results.other)):
             if result is None:
@@ -559,7 +555,7 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         "sums": tensor_memory(state_dim),
         "projections_ready": plgpu.Barrier(num_arrivals=2 + (operands.first is not None)),
         "ready": plgpu.Barrier(num_arrivals=4, num_barriers=ring),
-        "consumed": plgpu.Barrier(num_arrivals=COMPUTE_WGS + 1, num_barriers=ring),
+        "consumed": plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=ring),
         " and ".join(EVENTS): in_order(num_barriers=len(EVENTS)),
         " and ".join(EVENTS_OF_PAIRS): in_order(num_arrivals=COMPUTE_WGS, num_barriers=len(EVENTS_OF_PAIRS)),
     }
@@ -601,7 +597,7 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         out_type=tuple(out_types.values()),
         grid=(p.batch * chunks * parts,),
         grid_names=("block",),
-        num_threads=COMPUTE_WGS + 3,
+        num_threads=COMPUTE_WGS + 2,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -153,21 +153,18 @@ class BlackwellBackwardTiles:
         if self.slices < 1:
             raise ValueError(f"{self.slices=} must be at least 1")
 
-    def pair_registers(self, units: int) -> int:
-        """Per thread, as the other three: what a block is launched with, dealt out anew in steps of 8. Where a
-        block has one unit nothing is kept for the next, and the channels' code, one piece then, needs more."""
-        return 152 if units > 1 else 144
-
-    def channel_registers(self, units: int) -> int:
-        return 120 if units > 1 else 136
+    @property
+    def pair_registers(self) -> int:
+        """Per thread, as the other two: what a block is launched with, dealt out anew in steps of 8."""
+        return 152
 
     @property
-    def load_registers(self) -> int:
-        return 24
+    def channel_registers(self) -> int:
+        return 136
 
     @property
     def multiply_registers(self) -> int:
-        return 32
+        return 72
 
     def tmem_columns(self, head_dim: int, state_dim: int) -> int:
         """Pairs, inter and sums; then of the kernel of columns scores, and weights in 16 bits, of that of rows what

@@ -47,11 +47,8 @@ def test_warpgroups_ask_for_no_more_registers_than_the_block_was_launched_with()
         + [forward.state_registers]
         + [forward.issue_registers] * 2,
         "states": [states.compute_registers] * 2 + [states.issue_registers] * 2,
+        "backward": [backward.pair_registers] * COMPUTE_WGS + [backward.channel_registers, backward.multiply_registers],
     }
-    for units in (1, 2):
-        asked[f"backward, {units}"] = [backward.pair_registers(units)] * COMPUTE_WGS
-        asked[f"backward, {units}"] += [backward.channel_registers(units)]
-        asked[f"backward, {units}"] += [backward.load_registers, backward.multiply_registers]
     for name, registers in asked.items():
         launched = 65536 // (128 * len(registers)) // 8 * 8
         assert sum(registers) == launched * len(registers), f"{name}: of what a block has, some is given to nobody"
