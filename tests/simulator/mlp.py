@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from ops.mlp import cases
 
-from fast_layers.ops.mlp import blackwell_matmul, hopper_few_rows, hopper_matmul, reference, xla
+from fast_layers.ops.mlp import blackwell_matmul, hopper_few_rows, hopper_matmul, reference, ring, xla
 from fast_layers.ops.mlp.blackwell_config import BlackwellMatmulTiles
 from fast_layers.ops.mlp.config import HopperFewRowsTiles, HopperMatmulTiles
 from fast_layers.ops.mlp.epilogue import Epilogue, Plain
@@ -181,7 +181,8 @@ def changed(kernel: Any, stand_in: StandIn, *patches: tuple[str, Any]) -> Iterat
         # Without its jit, which would give back what was traced before.
         patch.setattr(kernel, "_launch", jitted.__wrapped__)
         patch.setattr(kernel, "_Scratch", stand_in.recording(kernel._Scratch))
-        patch.setattr(kernel, "plgpu", stand_in)
+        for module in (kernel, ring):
+            patch.setattr(module, "plgpu", stand_in)
         for name, value in patches:
             patch.setattr(kernel, name, value)
         yield stand_in

@@ -53,6 +53,7 @@ from fast_layers.ops.mlp.matmul import (
     tile_at,
     trim,
 )
+from fast_layers.ops.mlp.ring import freed_slot
 
 STAGED: Any = plgpu.Layout.TCGEN05
 """Four threads share a row: what goes to shared memory without bank conflicts."""
@@ -132,12 +133,7 @@ def _launch(tiles: BlackwellMatmulTiles, m: Matmul, operands: Operands) -> tuple
 
     def load(inputs: Any, s: _Scratch, rank, at: _Place, turn):
         def copy_step(i, _):
-            step = turn * steps + i
-            slot = lax.rem(step, stages)
-
-            @pl.when(step >= stages)
-            def _wait():
-                plgpu.barrier_wait(s.consumed.at[slot])
+            slot = freed_slot(s.consumed, turn * steps + i, stages)
 
             def copy_a(ref, depth):
                 window = oriented(pl.ds(at.row, tiles.tile_rows), depth, m.a_turned)

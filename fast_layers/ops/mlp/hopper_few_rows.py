@@ -37,6 +37,7 @@ from fast_layers.ops.mlp.config import (
     HopperFewRowsTiles,
 )
 from fast_layers.ops.mlp.matmul import Matmul, Operands, Results, finish, fit
+from fast_layers.ops.mlp.ring import freed_slot
 
 BLOCK_COLUMNS = COMPUTE_WGS * WEIGHT_COLUMNS
 
@@ -87,13 +88,7 @@ def _launch(
 
     def load(x_ref, weight_refs, s: _Scratch, at: _Place, turn):
         def copy_step(i, _):
-            step = turn * steps + i
-            slot = lax.rem(step, stages)
-
-            @pl.when(step >= stages)
-            def _wait():
-                plgpu.barrier_wait(s.consumed.at[slot])
-
+            slot = freed_slot(s.consumed, turn * steps + i, stages)
             depth = pl.ds((at.part * steps + i) * DEPTH_TILE, DEPTH_TILE)
             for j, ref in enumerate(weight_refs):
                 window = ref.at[depth, pl.ds(at.column, BLOCK_COLUMNS)]

@@ -66,6 +66,7 @@ from fast_layers.ops.mlp.matmul import (
     tile_at,
     trim,
 )
+from fast_layers.ops.mlp.ring import freed_slot
 
 BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
@@ -194,13 +195,7 @@ def _launch(tiles: HopperMatmulTiles, ms: tuple[Matmul, ...], operands: tuple[Op
             sources = [(a, (b,)) for a, b in zip(inputs[0].a, inputs[0].b, strict=True)]
 
         def copy_step(i, _):
-            step = turn * steps + i
-            slot = lax.rem(step, stages)
-
-            @pl.when(step >= stages)
-            def _wait():
-                plgpu.barrier_wait(s.consumed.at[slot])
-
+            slot = freed_slot(s.consumed, turn * steps + i, stages)
             arrived = ready(s, slot, turn)
 
             k = at.split * steps + i
