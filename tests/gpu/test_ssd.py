@@ -1,8 +1,9 @@
 """The scan on the GPU at hand: every backend against the recurrence in numpy, and repeatability.
 
-python3 -m pytest tests/gpu/test_ssd.py -n0 -p no:cacheprovider -x -vv
+python3 -m pytest tests/gpu/test_ssd.py -n16 --maxprocesses=16 -p no:cacheprovider -x
 
-(-x, since a run that is cut off says nothing of what failed.)
+(-x, since a run that is cut off says nothing of what failed; with XLA_PYTHON_CLIENT_PREALLOCATE=false, since workers
+share the GPU. Most of the time is the host's: compiling, and the oracle in numpy.)
 """
 
 from __future__ import annotations
