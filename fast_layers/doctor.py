@@ -19,7 +19,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,8 @@ _SAFE_PTXAS = (13, 3)
 # First and first good version of the compiler that JAX refuses causal attention with: CUDA 12.8.0 to 12.9.0.
 _MISCOMPILES_CAUSAL = ((12, 8, 0), (12, 9, 86))
 _WIDTH = 110
+_TAKES_LONGEST = "ssd"
+"""To compile, so it is begun with."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -188,10 +189,16 @@ def examine(*, by_name: bool = False) -> Report:
     versions = _versions(arch)
     with parity.compilers() as pool, automatic_axes.on_one_device():
         checks = {op: _Examination(suite, arch, by_name, pool) for op, suite in parity.SUITES.items()}
+        for op in sorted(checks, key=_TAKES_LONGEST.__ne__):
+            say(f"checking {op}: {checks[op].begin()}")
         for op, check in checks.items():
-            say(f"checking {op}: {check.begin()}")
-        ops = tuple(check.finish(say) for check in checks.values())
-    return Report(_devices(), arch, versions, warnings_of(versions), ops)
+            check.wait()
+            say(f"compiled {op}")
+        ops = []
+        for op, check in checks.items():
+            ops.append(check.finish())
+            say(f"ran {op}")
+    return Report(_devices(), arch, versions, warnings_of(versions), tuple(ops))
 
 
 class _Examination:
@@ -208,9 +215,11 @@ class _Examination:
         names = ", ".join(backend.name for backend in self._asked)
         return f"{names}; {self._check.lower().programs} programs"
 
-    def finish(self, say: Callable[[str], None]) -> OpReport:
-        op = self._suite.op
-        table = self._check.table(lambda case: say(f"ran {op}, {case}"))
+    def wait(self) -> None:
+        self._check.wait()
+
+    def finish(self) -> OpReport:
+        table = self._check.table()
         backends = tuple(
             BackendReport(
                 backend.name,
@@ -219,7 +228,7 @@ class _Examination:
             )
             for backend in self._asked
         )
-        return OpReport(op, self._problem.describe(), len(self._suite.quick), backends)
+        return OpReport(self._suite.op, self._problem.describe(), len(self._suite.quick), backends)
 
 
 def _asked(backend: dispatch.Backend, typical: Any, arch: Arch, by_name: bool) -> dispatch.Backend:

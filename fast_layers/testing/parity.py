@@ -24,7 +24,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -183,12 +183,22 @@ class _CaseUnderWay:
     expected: Future[Expected] | None = None
     calls: list[_Calls] = dataclasses.field(default_factory=list)
 
+    @property
+    def under_way(self) -> list[Future[Any]]:
+        expected = [] if self.expected is None else [self.expected]
+        return [self.draws, *expected, *(future for calls in self.calls for future in calls.compiling)]
+
+
+_COMPILED_ALONE = ("cudnn",)
+"""cuDNN captures a CUDA graph to get ready, which whatever another thread does on the GPU meanwhile breaks."""
+
 
 class Check:
-    """`check_parity` in three steps, so that several ops can be under way; each step inside `on_one_device`.
+    """`check_parity` in steps, so that several ops can be under way; each step inside `on_one_device`.
 
     Made, it has the inputs drawn; `lower` traces the backends' programs, and leaves compiling them, the oracle and the
-    yardsticks to `pool`; `table` runs them. Traced is in the caller's thread, so that contexts of his hold.
+    yardsticks to `pool`; `wait` is for these; `table` runs the programs, when `pool` has nothing left to do. Traced is
+    in the caller's thread, so that contexts of his hold.
     """
 
     def __init__(
@@ -230,14 +240,16 @@ class Check:
             ]
         return self
 
-    def table(self, say: Callable[[str], None] = lambda text: None) -> ParityTable:
-        """`say` is told of each case that is done."""
+    def wait(self) -> None:
+        wait([future for case in self._cases for future in case.under_way])
+
+    def table(self) -> ParityTable:
+        self.wait()
         rows = []
         for case in self._cases:
             expected = None if case.expected is None else case.expected.result()
             for calls in case.calls:
                 rows += _measure(calls, case.name, case.dtype, case.draws.result(), expected)
-            say(f"{case.name}, {case.dtype}")
         return ParityTable(tuple(rows), str(_arch()))
 
     def _draw(self, case: Any, dtype: Any) -> list[Draw]:
@@ -266,6 +278,7 @@ class _Calls:
         pool: Executor,
     ):
         self.backend, self.refusals, self.programs = backend, refusals, 0
+        self.compiling: list[Future[Any]] = []
         self._run, self._pool = run, pool
         self.forward = self.backward = _never
         if None not in refusals.values():
@@ -290,8 +303,12 @@ class _Calls:
             lowered = made.lower(*example())
         except Exception as error:
             return functools.partial(_raise, error), None
-        compiled = self._pool.submit(lowered.compile)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
+        if self.backend.name in _COMPILED_ALONE:
+            compile_once = functools.cache(lowered.compile)
+            return lambda *args: compile_once()(*args), shapes
+        compiled = self._pool.submit(lowered.compile)
+        self.compiling.append(compiled)
         return lambda *args: compiled.result()(*args), shapes
 
 

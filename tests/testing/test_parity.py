@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from fast_layers.testing import (
     _parity_mlp,
     _parity_ssd,
     check_parity,
+    parity,
 )
 from fast_layers.testing.parity import CASES, QUICK, SUITES, Case
 
@@ -130,6 +132,17 @@ def test_a_breakdown_is_a_failure_and_the_next_backend_is_still_measured():
     assert {row.pass_ for row in table.failures} == {"forward", "backward"}
     assert table.of_backend("xla").ok
     assert len(table.of_backend("xla").rows) == 5
+
+
+def test_cudnn_is_left_until_no_other_thread_uses_the_gpu():
+    with parity.compilers() as pool:
+        small = {"small": SMALL["small"]}
+        for name, futures in (("planted", 4), ("cudnn", 2)):  # inputs and answer, and two programs
+            backend = dataclasses.replace(_planted(), name=name)
+            check = parity.Check("dot_product_attention", pool, [backend], small, ["bfloat16"]).lower()
+            assert [len(case.under_way) for case in check._cases] == [futures]
+            assert check.programs == 2
+            assert check.table().ok
 
 
 def test_json_holds_what_the_table_holds():
