@@ -62,7 +62,7 @@ CASES: Mapping[str, Case] = {
 }
 """The whole table, by name: what a backend must either compute within the limit or refuse with a reason."""
 
-QUICK = ("documents", "many channels")
+QUICK = ("documents",)
 _ALSO_FLOAT16 = frozenset({"as in Mamba", "states"})
 
 

@@ -52,7 +52,7 @@ CASES: Mapping[str, Case] = {
 }
 """The whole table, by name: what a backend must either compute within the limit or refuse with a reason."""
 
-QUICK = ("as in Mamba-2", "groups, norm before gate", "wide")
+QUICK = ("as in Mamba-2", "groups, norm before gate")
 _ALSO_FLOAT16 = frozenset({"as in Mamba-2", "norm before gate"})
 
 
