@@ -77,12 +77,13 @@ MORE_CALLS = {
     "P64 N256": Call(state_dim=256),
     "P128 N256, everything, odd length": Call(heads=3, head_dim=128, state_dim=256, length=1001, everything=True),
     "P64 N256, split": Call(batch=1, length=32_768, state_dim=256),
+    "P64 N128, four heads, split": Call(heads=4, groups=2, length=1000),
 }
 SPLIT = Call(batch=1, length=32_768)
 BACKWARD = {"ssd_states", "ssd_backward"}
-# From N 128 on, ptxas puts aside up to nine addresses, each read again once or twice a panel, rather than have less in
-# registers of what hides latency. In the forward of a state of 256 it is two numbers.
-MOST_SPILLED_BYTES = {("ssd_backward", 128): 28, ("ssd_backward", 256): 36, ("ssd_forward", 256): 8}
+# Where shared memory begins, and a number that only the load warpgroup's start wants; in the forward two numbers, of a
+# split sequence.
+MOST_SPILLED_BYTES = {("ssd_backward", 256): 8, ("ssd_forward", 128): 8}
 # Of all kernels of a call; a second or two for each on an idle machine.
 MOST_SECONDS = 90.0
 
@@ -93,8 +94,8 @@ def test_forward_compiles_well():
 
 @pytest.mark.exhaustive
 def test_forward_of_a_split_sequence_compiles_well():
-    splits = [("split", SPLIT), ("P64 N256, split", MORE_CALLS["P64 N256, split"])]
-    _check(splits, "forward", {"ssd_forward", "ssd_states"})
+    splits = [(name, call) for name, call in MORE_CALLS.items() if "split" in name]
+    _check([("split", SPLIT), *splits], "forward", {"ssd_forward", "ssd_states"})
 
 
 @pytest.mark.exhaustive

@@ -19,8 +19,8 @@ FORWARD_FACTORS, BACKWARD_FACTORS = 4, 6
 SPAN = 128
 """Of a state, the most that a warpgroup takes: of a panel's state in the forward, and of the gradients of B or C in the
 backward, its registers hold as many columns."""
-_OTHER_SMEM_BYTES = 6 << 10
-"""What sums, documents, barriers and Mosaic's own need take at most, each padded to a KiB."""
+_OTHER_SMEM_BYTES = 7 << 10
+"""What sums, documents, columns' numbers, barriers and Mosaic's own need take at most, each padded to a KiB."""
 _DEEPEST_RING = 4
 MULTIPROCESSORS = 132
 """Of an H100 (SXM) and an H200."""

@@ -53,7 +53,19 @@ from fast_layers.ops.ssd.hopper_call import (
     panels_of,
     state_as_panels,
 )
-from fast_layers.ops.ssd.hopper_tile import BY_COLUMN, BY_ROW, TILE, WGMMA, by_column, by_row, load_tile
+from fast_layers.ops.ssd.hopper_tile import (
+    BY_COLUMN,
+    BY_ROW,
+    TILE,
+    WGMMA,
+    by_column,
+    by_row,
+    column_numbers,
+    float_tiles,
+    load_tile,
+    row_and_column,
+    set_column_numbers,
+)
 from fast_layers.ops.ssd.kernel_grads import KernelGrads, Sums, assemble, before_gate
 from fast_layers.ops.ssd.problem import Inputs, Problem, Residuals
 
@@ -238,6 +250,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
         def over_panels(d_b_acc):
             plgpu.barrier_wait(s.bc_ready)
             # With these and their gradients' sum the registers would not do.
+            set_column_numbers(s.column_numbers.at[0])
             s.score_slots[0] = multiply(s.b_slot, s.c_slot.T)
             s.d_score_sums[...] = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), WGMMA)
 
@@ -262,7 +275,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
         def one_panel(d_b_acc, slot, sums, has_stored):
             x_slot, d_y_slot, d_state_slot = s.x_slots.at[slot], s.d_y_slots.at[slot], s.d_state_slots.at[slot]
             factor = factors_of(s, slot)
-            row, column = (plgpu.broadcasted_iota(jnp.int32, TILE, axis, layout=WGMMA) for axis in (0, 1))
+            row, column = row_and_column(s.column_numbers.at[0])
             # Only the diagonal is wanted; but to load both states would take more registers than there are.
             kept = jnp.where(row == column, multiply(d_state_slot, s.state_slots.at[slot].T), 0.0).sum(axis=1)
             x = load_tile(x_slot)
@@ -319,6 +332,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
 
         def over_panels(d_c_acc):
             plgpu.barrier_wait(s.bc_ready)
+            set_column_numbers(s.column_numbers.at[1])
             s.score_slots[1] = multiply(s.c_slot, s.b_slot.T)
             row, column = (plgpu.broadcasted_iota(jnp.int32, TILE, axis, layout=WGMMA) for axis in (0, 1))
             s.triangle[...] = (column >= row).astype(jnp.bfloat16)
@@ -379,7 +393,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
                 y_ref[0][at.example, at.tokens, sums] = y
 
             def pass_by(acc):
-                row, column = (plgpu.broadcasted_iota(jnp.int32, TILE, axis, layout=WGMMA) for axis in (0, 1))
+                row, column = row_and_column(s.column_numbers.at[1])
                 # From shared memory: as constants in registers, ptxas 13.0 changed some of them while they were read.
                 plgpu.wgmma(acc, s.triangle, s.passing_slots.at[0])
                 plgpu.wgmma(acc, s.triangle, s.passing_slots.at[1])
@@ -396,9 +410,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
         by_writer, by_reader, layout = (
             (by_row, by_column, BY_COLUMN) if writers_axis == 0 else (by_column, by_row, BY_ROW)
         )
-        writer, reader = (
-            plgpu.broadcasted_iota(jnp.int32, TILE, axis, layout=WGMMA) for axis in (writers_axis, 1 - writers_axis)
-        )
+        row, column = row_and_column(s.column_numbers.at[writers_axis])
+        writer, reader = (row, column) if writers_axis == 0 else (column, row)
         visible = writer <= reader
         if s.first_slot is not None:
             visible &= writer >= by_reader(plgpu.load(s.first_slot, layout=layout, optimized=False))
@@ -418,8 +431,9 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: BackwardOperands) 
         **({"y_slot": smem_tile(*TILE, dtype=p.dtype)} if p.gated and state_spans == 1 else {}),
         "passing_slots": smem_tile(2, *TILE, dtype=jnp.bfloat16),
         "triangle": smem_tile(*TILE, dtype=jnp.bfloat16),
-        "score_slots": smem_tile(2, *TILE, dtype=jnp.float32),
-        "d_score_sums": smem_tile(*TILE, dtype=jnp.float32),
+        "score_slots": float_tiles(2),
+        "d_score_sums": float_tiles(),
+        "column_numbers": column_numbers(2),
         "column_slots": plgpu.SMEM((3 + sums_skipped, ROWS), jnp.float32),
         "row_slots": plgpu.SMEM((2, ROWS), jnp.float32),
         "bc_ready": plgpu.Barrier(num_arrivals=2 + (operands.first is not None)),
@@ -488,6 +502,7 @@ class _Scratch(NamedTuple):
     triangle: Any
     score_slots: Any
     d_score_sums: Any
+    column_numbers: Any
     column_slots: Any
     row_slots: Any
     bc_ready: Any
