@@ -165,8 +165,8 @@ def check_parity(
 
 @contextlib.contextmanager
 def compilers() -> Iterator[Executor]:
-    """Threads for `Check`: as many programs are compiled at a time as there are cores."""
-    pool = ThreadPoolExecutor(os.cpu_count())
+    """Threads for `Check`; more than these would wait for programs to be traced."""
+    pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
     try:
         yield pool
     finally:
@@ -178,7 +178,8 @@ class _CaseUnderWay:
     """One case in one dtype: its inputs, the answer, and each backend's programs, as far as they are there."""
 
     name: str
-    dtype: str
+    case: Any
+    dtype: Any
     draws: Future[list[Draw]]
     expected: Future[Expected] | None = None
     calls: list[_Calls] = dataclasses.field(default_factory=list)
@@ -189,6 +190,7 @@ class _CaseUnderWay:
         return [self.draws, *expected, *(future for calls in self.calls for future in calls.compiling)]
 
 
+_MOST_THREADS = 12
 _COMPILED_ALONE = ("cudnn",)
 """cuDNN captures a CUDA graph to get ready, which whatever another thread does on the GPU meanwhile breaks."""
 
@@ -215,7 +217,7 @@ class Check:
         self._suite, self._pool, self._run = SUITES[op], pool, run
         self._backends = _backends(self._suite, backends)
         self._cases = [
-            _CaseUnderWay(name, dtype.name, self._in_thread(self._draw, case, dtype))
+            _CaseUnderWay(name, case, dtype, self._in_thread(self._draw, case, dtype))
             for name, case in _cases(self._suite, cases).items()
             for dtype in _dtypes(self._suite, name, dtypes)
         ]
@@ -227,7 +229,7 @@ class Check:
 
     def lower(self) -> Check:
         for case in self._cases:
-            draws = case.draws.result()
+            draws = self._draws(case)
             refusals: list[dict[Pass, str | None]] = [
                 {pass_: backend.supports(draws[0].problem, _arch(), pass_) for pass_ in PASSES}
                 for backend in self._backends
@@ -247,10 +249,15 @@ class Check:
         self.wait()
         rows = []
         for case in self._cases:
-            expected = None if case.expected is None else case.expected.result()
+            draws, expected = self._draws(case), None
+            if case.expected is not None:
+                expected = _result_or_alone(case.expected, self._suite.expect, draws)
             for calls in case.calls:
-                rows += _measure(calls, case.name, case.dtype, case.draws.result(), expected)
+                rows += _measure(calls, case.name, case.dtype.name, draws, expected)
         return ParityTable(tuple(rows), str(_arch()))
+
+    def _draws(self, case: _CaseUnderWay) -> list[Draw]:
+        return _result_or_alone(case.draws, self._draw, case.case, case.dtype)
 
     def _draw(self, case: Any, dtype: Any) -> list[Draw]:
         return [self._suite.draw(case, dtype, index) for index in range(case.draws)]
@@ -307,9 +314,18 @@ class _Calls:
         if self.backend.name in _COMPILED_ALONE:
             compile_once = functools.cache(lowered.compile)
             return lambda *args: compile_once()(*args), shapes
-        compiled = self._pool.submit(lowered.compile)
-        self.compiling.append(compiled)
-        return lambda *args: compiled.result()(*args), shapes
+        compiling = self._pool.submit(lowered.compile)
+        self.compiling.append(compiling)
+        compiled = functools.cache(lambda: _result_or_alone(compiling, lowered.compile))
+        return lambda *args: compiled()(*args), shapes
+
+
+def _result_or_alone(future: Future[Any], fn: Callable[..., Any], *args: Any) -> Any:
+    """What fails in a thread is done once more: beside many others a compiler may not be started, for one."""
+    try:
+        return future.result()
+    except Exception:
+        return fn(*args)
 
 
 def _raise(error: Exception, *args: Any) -> Any:

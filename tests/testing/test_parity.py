@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -143,6 +144,22 @@ def test_cudnn_is_left_until_no_other_thread_uses_the_gpu():
             assert [len(case.under_way) for case in check._cases] == [futures]
             assert check.programs == 2
             assert check.table().ok
+
+
+def test_what_fails_in_a_thread_is_done_once_more():
+    class Busy(ThreadPoolExecutor):
+        def submit(self, fn, /, *args, **kwargs):
+            return super().submit(_fail)
+
+    def _fail():
+        failed.append(1)
+        raise RuntimeError("failed to launch the compiler")
+
+    failed = []
+    with Busy(1) as pool:
+        check = parity.Check("dot_product_attention", pool, ["xla"], {"small": SMALL["small"]}, ["bfloat16"])
+        assert check.lower().table().ok
+    assert len(failed) == 4  # inputs and answer, and two programs
 
 
 def test_json_holds_what_the_table_holds():
