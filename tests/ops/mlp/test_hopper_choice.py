@@ -64,6 +64,8 @@ TIMED: list[tuple[int, int, bool, tuple[Pass, ...]]] = [
     (2048, 16_384, True, PASSES),
     (4096, 8192, False, PASSES),
     (4096, 8192, True, PASSES),
+    (8192, 8192, True, ("forward",)),
+    (8192, 16_384, True, ("forward",)),
     (4096, 1, True, ("forward",)),
     (4096, 64, True, ("forward",)),
     (4096, 64, False, ("forward",)),
@@ -74,8 +76,23 @@ LEFT_TO_XLA = {
     "float16": ({"dtype": jnp.dtype(jnp.float16)}, PASSES, "has not been timed in float16"),
     "few tokens": ({"tokens": 511}, PASSES, "tokens, or was not timed there, got 511"),
     "thousands of tokens, wide": ({"tokens": 8191, "in_features": 4096}, PASSES, "4096 and 2048 below 8192 tokens"),
-    "narrow": ({"in_features": 1024}, PASSES, "at widths of 2048 to 4096, got 1024 in and 2048 out"),
+    "narrow": (
+        {"in_features": 1024},
+        PASSES,
+        "at widths of 2048 to 4096, or was not timed there, got 1024 in and 2048 out",
+    ),
     "wide": ({"out_features": 8192}, PASSES, "at widths of 2048 to 4096"),
+    "the backward of a wide one": (
+        {"gated": True, "in_features": 8192, "hidden_features": 21_888, "out_features": 8192},
+        ("backward",),
+        "XLA's backward with a gate but at widths of 2048 to 4096",
+    ),
+    "wide, few tokens": (
+        {"gated": True, "in_features": 8192, "hidden_features": 21_888, "out_features": 8192, "tokens": 8191},
+        PASSES,
+        "got ",
+    ),
+    "wider than any": ({"gated": True, "in_features": 8200, "hidden_features": 21_888}, PASSES, "got 8200 in"),
     "narrow inside": ({"hidden_features": 4088}, PASSES, "from twice the width on, got 4088 for 2048"),
     "gated and wide": (
         {"gated": True, "in_features": 4096, "out_features": 4096, "tokens": 8191},
@@ -109,9 +126,9 @@ def test_is_taken_where_it_was_timed(arch):
 
 def test_a_bare_matmuls_forward_is_taken_at_the_sizes_that_were_timed():
     square = dataclasses.replace(
-        MEASURED, tokens=4096, in_features=4096, hidden_features=8192, out_features=None, activation="identity"
+        MEASURED, tokens=4096, in_features=4096, hidden_features=8184, out_features=None, activation="identity"
     )
-    others = {"tokens": 4095, "in_features": 8200, "hidden_features": 2048, "up_bias": True, "activation": "relu"}
+    others = {"tokens": 4095, "in_features": 8192, "hidden_features": 2048, "up_bias": True, "activation": "relu"}
     for fields in ({}, *({name: value} for name, value in others.items())):
         for pass_ in PASSES:
             choice = choose(BACKENDS, dataclasses.replace(square, **fields), H200, pass_)
