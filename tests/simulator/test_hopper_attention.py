@@ -193,7 +193,7 @@ def test_spans_of_their_own(name):
 
 @pytest.mark.parametrize("blocks", [2, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_cluster_loads_for_both_of_its_blocks(blocks):
-    with patched(forward_tiles(HopperForwardTiles(2, 64, blocks=blocks, cluster=2))):
+    with patched(forward_tiles(HopperForwardTiles(2, 64, blocks=blocks, takes_turns=False, cluster=2))):
         judged = judge(Case(batch=1, q_len=256, kv_len=300, heads=2, kv_heads=1), supports=only("forward"))
     assert not judged.faulty, judged.report()
     assert judged.table.ok, judged.report()
@@ -443,6 +443,8 @@ DEEP_CASE = Case(batch=1, q_len=384, kv_len=64, heads=1, kv_heads=1, qk_dim=192,
 MASKED_DEEP = dataclasses.replace(
     DEEP_CASE, q_len=256, kv_len=128, key_lengths=(100,), query_lengths=(220,), poisoned_padding=True
 )
+# The second tile of keys has no step.
+UNSEEN_DEEP = dataclasses.replace(DEEP_CASE, q_len=64, kv_len=128, is_causal=True)
 
 DEEP_FAULTS = {
     "keys and values not awaited": (DEEP_CASE, StandIn("barrier_wait kv_ready"), "read of SMEM"),
@@ -452,7 +454,9 @@ DEEP_FAULTS = {
     "P overwritten": (DEEP_CASE, StandIn("barrier_wait weights_consumed"), "write of SMEM"),
     "dS not awaited": (DEEP_CASE, StandIn("barrier_wait scores_ready"), "SMEM"),
     "dS overwritten": (DEEP_CASE, StandIn("barrier_wait scores_consumed"), "write of SMEM"),
-    "keys and values overwritten": (DEEP_CASE, StandIn("barrier_wait products_done"), "write of SMEM"),
+    # The value warpgroup's, whose last step stands apart.
+    "last d_out not awaited": (DEEP_CASE, StandIn("barrier_wait #8"), "read of SMEM"),
+    "dV stored over d_out in use": (UNSEEN_DEEP, StandIn("barrier_wait #9"), "of SMEM"),
     # In the text: each panel of dQ; [finite keys,] P, the next P, dV; [finite values,] dS, Q read, the next dS, dK.
     "dQ not committed": (DEEP_CASE, StandIn("commit_smem #2"), "write of SMEM"),
     "P not committed": (DEEP_CASE, StandIn("commit_smem #5"), "write of SMEM"),
@@ -528,6 +532,7 @@ def _run(module, case, stand_in, *patches):
         pytest.param(hopper_bwd, COLUMNS, id="columns", marks=pytest.mark.exhaustive),
         pytest.param(hopper_bwd_deep, DEEP_CASE, id="deep", marks=pytest.mark.exhaustive),
         pytest.param(hopper_bwd_deep, MASKED_DEEP, id="deep masked", marks=pytest.mark.exhaustive),
+        pytest.param(hopper_bwd_deep, UNSEEN_DEEP, id="deep unseen", marks=pytest.mark.exhaustive),
     ],
 )
 def test_without_a_fault_nothing_is_found(module, case):

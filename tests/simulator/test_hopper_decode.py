@@ -45,14 +45,15 @@ def lengths(*values: int) -> np.ndarray:
 
 CAUSAL = {"is_causal": True, "q_offset": "bottom_right"}
 CASES = {
-    "one query": Case(),
+    "one query": Case(heads=8, kv_heads=2),
+    "one key head": Case(),
     "group of 8": Case(kv_len=1000, heads=8),
     "no group": Case(kv_len=768, heads=2, kv_heads=2),
     "causal": Case(q_len=4, kv_len=520, heads=8, kv_heads=2, options=CAUSAL),
     "16 queries, no group": Case(q_len=16, kv_len=512, heads=2, kv_heads=2, options=CAUSAL),
     "chunked prefill": Case(q_len=16, kv_len=512, options={"is_causal": True, "q_offset": lengths(300)}),
     "packed into three tiles": Case(q_len=40, kv_len=512, options={"is_causal": True, "q_offset": lengths(300)}),
-    "lengths": Case(kv_len=600, batch=4, options={"key_value_seq_lengths": lengths(0, 5, 130, 600)}),
+    "lengths": Case(kv_len=600, batch=4, kv_heads=2, options={"key_value_seq_lengths": lengths(0, 5, 130, 600)}),
     "window": Case(batch=2, options={"local_window_size": (200, 0), "q_offset": lengths(1000, 150)}),
     "softcap": Case(q_len=4, kv_len=512, options=dict(softcap=2.0, **CAUSAL)),
     "sinks": Case(
@@ -72,7 +73,7 @@ CASES = {
     ),
     "depths 192 and 128": Case(q_len=2, kv_len=512, depth=192, v_dim=128),
     "depths 40 and 24": Case(q_len=3, kv_len=300, depth=40, v_dim=24, options=CAUSAL),
-    "depth 256": Case(kv_len=512, depth=256),
+    "depth 256": Case(kv_len=512, depth=256, kv_heads=2),
     "two warpgroups": Case(q_len=200, kv_len=512, heads=1, options=CAUSAL),
 }
 

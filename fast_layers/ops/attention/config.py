@@ -100,6 +100,11 @@ def known_before_the_call(problem: Problem) -> bool:
     return not (p.mask.interval_arrays or p.mask.segments or p.per_score)
 
 
+def sees_all(problem: Problem) -> bool:
+    """Whether each query sees all keys, with nothing given for each score."""
+    return problem.mask.band is None and known_before_the_call(problem)
+
+
 def _keys_seen(problem: Problem, queries: int) -> int:
     """Within a static window, by so many neighbouring queries."""
     keys, band = problem.kv_len, problem.mask.band
@@ -167,6 +172,11 @@ class HopperForwardTiles:
         inputs = 2 * ((self.q_slots * self.q_tile + keys) * qk_dim + keys * v_dim)
         return inputs + out_bytes * self.q_tile * v_dim + (5 << 9)
 
+    def has_room_for_one_query(self, problem: Problem) -> bool:
+        """For the heads of one query, which come through a slot of their own."""
+        qk_dim = -(-problem.qk_dim // 16) * 16
+        return self.smem_bytes(qk_dim, problem.v_dim) + 2 * self.q_tile * qk_dim <= HOPPER_SMEM_BYTES
+
     @classmethod
     def of(cls, problem: Problem, measured: HopperForwardTiles | None = None) -> HopperForwardTiles:
         """For the queries as the kernel gets them, with heads packed into rows or not.
@@ -191,7 +201,7 @@ class HopperForwardTiles:
     def for_mask(self, p: Problem) -> HopperForwardTiles:
         """Without what this call's mask or its number of queries has no use for."""
         arrays = p.mask.interval_arrays or p.mask.segments
-        alike = p.mask.band is None and not arrays and not p.per_score and -(-p.q_len // self.q_tile) % 2 == 0
+        alike = sees_all(p) and -(-p.q_len // self.q_tile) % 2 == 0
         known = p.mask.band is not None and not arrays
         return dataclasses.replace(self, own_spans=self.own_spans and known, cluster=self.cluster if alike else 1)
 
@@ -214,7 +224,7 @@ class HopperForwardTiles:
         deepest = max(p.qk_dim, p.v_dim)
         causal = p.mask.band is not None and p.mask.band.high is not None
         longest = max(p.q_len, p.kv_len)
-        # Measured on an H200, 2026-11-22: see bench/NOTES.md. A persistent grid hides a block's start, which short
+        # Measured on H200s, 2026-11-22 and 23: bench/NOTES.md. A persistent grid hides a block's start, which short
         # rows feel. Tiles of unequal length are dealt out evenly where the mask is known before the call; else the
         # hardware's own scheduler balances them better.
         deals = causal and known_before_the_call(p)
@@ -232,7 +242,9 @@ class HopperForwardTiles:
         if deepest <= 128:
             if p.dropout_rate:
                 return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row
-            return cls(2, 128, q_slots=2 if persistent else 1, blocks=blocks, cluster=1 if causal else 2)
+            if sees_all(p):
+                return cls(2, 128, q_slots=2, blocks=HOPPER_SMS, takes_turns=False, cluster=2)
+            return cls(2, 128, q_slots=2 if persistent else 1, blocks=blocks)
         blocks = HOPPER_SMS if deals else 0
         tiles = cls(2, 128, takes_turns=False, blocks=blocks)
         if p.v_dim <= 128 and tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES:

@@ -53,21 +53,26 @@ def attend(
     rows: int,
     choose: Callable[[Problem], Any],
     launch: Callable[[Any, int, Problem, Operands], tuple[Array, Array]],
+    takes_one_query: Callable[[Any, Problem], bool] = lambda tiles, problem: False,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """(out, lse) by `launch(tiles, group, problem, operands)`, which multiplies `rows` queries at once.
 
     `choose(problem)` gives the tiles. Both get the problem that the kernel sees, with heads packed into rows or not.
+    So does `takes_one_query(tiles, problem)`: whether the kernel finds each group's heads in [B, N, 1, H] by itself.
     """
     p, query, form, sinks = problem, inputs.query, aux.mask, inputs.sinks
     packs = packs_heads(p, rows)
     if packs:
         form = packed_heads.pack_mask(p, form)
         p = packed_heads.pack_problem(p, form)
-        query = packed_heads.pack(query, p.kv_heads)
     tiles = choose(p)
     qk_dim, v_dim = padded_depth(p.qk_dim), padded_depth(p.v_dim)
+    if packs and problem.q_len == 1 and p.heads > 1 and p.q_len <= rows and takes_one_query(tiles, p):
+        query = pad_axis(query.swapaxes(1, 2), qk_dim, 3)
+    else:
+        query = pad_for_tma(packed_heads.pack(query, p.kv_heads) if packs else query, rows, qk_dim)
     operands = Operands(
-        pad_for_tma(query, rows, qk_dim),
+        query,
         pad_for_tma(inputs.key, tiles.kv_tile, qk_dim),
         pad_for_tma(inputs.value, tiles.kv_tile, v_dim),
         None if sinks is None or tiles.splits > 1 else _sinks_by_row(sinks, p, tiles.q_tile),
@@ -119,6 +124,10 @@ class Work:
     @property
     def q_tiles(self) -> int:
         return -(-self.problem.q_len // self.tiles.q_tile)
+
+    def is_one_query(self, query: Any) -> bool:
+        """As `attend` leaves it to kernels that find each group's heads."""
+        return query.shape[2] < self.problem.heads
 
     @property
     def out_rows(self) -> int:
@@ -264,6 +273,11 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
             def _wait(slot=slot):
                 plgpu.barrier_wait(s.q_consumed.at[slot])
 
+            if work.is_one_query(inputs.query):
+                group = work.problem.q_len
+                query = inputs.query.at[example, pl.ds(head * group, group), 0]
+                plgpu.copy_gmem_to_smem(query, s.one_query.at[pl.ds(0, group)], s.q_ready.at[slot])
+                continue
             rows = pl.ds(q_index * tiles.q_tile + part * work.rows, work.rows)
             plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[slot], s.q_ready.at[slot])
 

@@ -33,11 +33,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.kernel_parts.lane_softmax import LaneSoftmax
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.ops.attention import forward_parts, tuned
-from fast_layers.ops.attention.config import HopperForwardTiles
+from fast_layers.ops.attention.config import HopperForwardTiles, sees_all
 from fast_layers.ops.attention.forward_parts import Operands, Piece, Work, join_sink, load, see_nothing
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
@@ -53,7 +54,8 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles
     def choose(p: Problem) -> HopperForwardTiles:
         return HopperForwardTiles.of(p, tuned.find(p, "forward")) if tiles is None else tiles.for_mask(p)
 
-    return forward_parts.attend(problem, inputs, aux, ROWS, choose, _launch)
+    one_query = HopperForwardTiles.has_room_for_one_query
+    return forward_parts.attend(problem, inputs, aux, ROWS, choose, _launch, one_query)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
@@ -64,6 +66,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
     wgs, ring, kv_tile = tiles.compute_wgs, tiles.stages, tiles.kv_tile
     work = Work(p, tiles, ROWS, qk_dim, v_dim, tiles.cluster)
     lookers = wgs if tiles.own_spans else 1  # who between them visit all tiles of keys that a block loads
+    # Measured: with a mask, or at depths over 128, ptxas makes less of the rest; see bench/NOTES.md.
+    sums_in_lanes = sees_all(p) and max(qk_dim, v_dim) <= 128
     tree = jax.tree.structure(operands)
 
     def attention_forward(*refs, **scratch):
@@ -73,7 +77,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, tiles.q_tile, kv_tile, inputs.mask, logits)
         own_mask = TileMask(p, ROWS, kv_tile, None, logits) if tiles.own_spans else None
-        s = _Scratch(**{"out_slots": None, **scratch})
+        s = _Scratch(**{"out_slots": None, "one_query": None, **scratch})
         each_piece = functools.partial(work.each_piece, mask, schedule=schedule_ref[0] if schedule_ref else None)
 
         def some_are_broken():
@@ -165,6 +169,9 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             span = span._replace(last=jnp.where(q_start < p.q_len, span.last, span.first + 1))
         rows = mask.rows(example, q_start, ROWS, 0)
         plgpu.barrier_wait(s.q_ready.at[q_slot])
+        if s.one_query is not None:  # its rows stand closer than a swizzled tile's, and nobody asks for the others
+            query[...] = plgpu.load(s.one_query, layout=WGMMA, optimized=False)
+            plgpu.commit_smem()
 
         def slot_of(j):
             return lax.rem(steps + j - block_span.first, ring)
@@ -186,7 +193,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             if tiles.takes_turns:
                 plgpu.barrier_arrive(s.turn.at[lax.rem(warpgroup + 1, wgs)])
 
-        def softmax_step(state: OnlineSoftmax, scores, j):
+        def softmax_step(state: OnlineSoftmax | LaneSoftmax, scores, j):
             to_log2 = p.scale * LOG2_E
             if p.softcap is not None:
                 scores, to_log2 = tanh(scores * (p.scale / p.softcap)), p.softcap * LOG2_E
@@ -214,7 +221,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
 
             scores = pl.run_scoped(first_scores, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
             plgpu.barrier_arrive(s.k_consumed.at[slot])
-            state, weights, _ = softmax_step(OnlineSoftmax.start(ROWS, BY_ROW), scores, span.first)
+            start = LaneSoftmax.start(ROWS) if sums_in_lanes else OnlineSoftmax.start(ROWS, BY_ROW)
+            state, weights, _ = softmax_step(start, scores, span.first)
 
             def step(j, carry):
                 state, weights = carry
@@ -246,7 +254,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             pass_turn()
             summed = out[...]
             plgpu.barrier_arrive(s.v_consumed.at[slot])
-            return state, summed
+            return state.whole() if isinstance(state, LaneSoftmax) else state, summed
 
         pass_over(block_span.first, span.first)
         state, out = pl.run_scoped(over_keys, plgpu.WGMMAAccumulatorRef((ROWS, v_dim), jnp.float32))
@@ -293,6 +301,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "k_slots": smem_tile(ring, kv_tile, qk_dim, dtype=p.dtype),
         "v_slots": smem_tile(ring, kv_tile, v_dim, dtype=p.dtype),
         **({} if shares_slot else {"out_slots": smem_tile(wgs, ROWS, v_dim, dtype=work.out_dtype)}),
+        **({"one_query": plgpu.SMEM((ROWS, qk_dim), p.dtype)} if work.is_one_query(operands.query) else {}),
         "row_slots": plgpu.SMEM((wgs + lookers, ROWS), jnp.float32),
         "q_ready": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
         "q_consumed": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
@@ -326,6 +335,7 @@ class _Scratch(NamedTuple):
     k_slots: Any
     v_slots: Any
     out_slots: Any
+    one_query: Any
     row_slots: Any
     """A row of lse for each compute warpgroup; then NaN where rows of out are broken, for each that looks."""
     q_ready: Any
