@@ -9,12 +9,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 import re
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import callback
 from jax._src.pallas.mosaic.interpret import race_detection_state as base_race_detection
 from jax._src.pallas.mosaic.interpret import utils as interpret_utils
@@ -134,6 +136,8 @@ def machine_reporting_to(findings: Findings) -> type[Machine]:
 def races_reporting_to(findings: Findings) -> type[gpu_race_detection.GPURaceDetectionState]:
     """The race detector, which writes each race down and lets the kernel go on."""
 
+    accessed, counted = threading.local(), {}
+
     class RaceDetection(gpu_race_detection.GPURaceDetectionState):
         def check_read(self, *args, **kwargs):
             self._note(super().check_read, *args, **kwargs)
@@ -141,13 +145,42 @@ def races_reporting_to(findings: Findings) -> type[gpu_race_detection.GPURaceDet
         def check_write(self, *args, **kwargs):
             self._note(super().check_write, *args, **kwargs)
 
-        def _note(self, check, *args, **kwargs):
+        def _note(self, check, thread, clock, key, access, *args, **kwargs):
+            accessed.first = access.range[0] if access.range else None
             try:
-                check(*args, **kwargs)
+                check(thread, clock, key, access, *args, **kwargs)
             except RuntimeError as error:
                 if not str(error).startswith("RACE DETECTED"):
                     raise
                 findings.add_race(str(error))
+
+        def _check_ref_union(self, thread, clock, buffer_key, *details):
+            """Where each member of a union has as many slots of the same size, those of other places do not count."""
+            if buffer_key not in self.ref_union_members:
+                return
+            union, group = self.ref_union_members[buffer_key]
+            slots = self._slots_of(union)
+            if slots is None:
+                super()._check_ref_union(thread, clock, buffer_key, *details)
+                return
+            first = accessed.first
+            for slot in range(slots)[first] if isinstance(first, slice) else (int(first),):
+                self.ref_union_members[buffer_key, slot] = (union, slot), group
+                super()._check_ref_union(thread, clock, (buffer_key, slot), *details)
+
+        def _slots_of(self, union: Any) -> int | None:
+            if union not in counted:
+                counted[union] = self._count_slots(union)
+            return counted[union]
+
+        def _count_slots(self, union: Any) -> int | None:
+            members = [key for key, (of, _) in list(self.ref_union_members.items()) if of == union]
+            groups = {self.ref_union_members[key][1] for key in members}
+            buffers = [machine().buffer_shape_and_dtype(key) for key in members]
+            counts = {shape[0] if len(shape) > 2 else None for shape, _ in buffers}
+            sizes = {math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in buffers}
+            alike = len(groups) == len(members) and len(counts) == len(sizes) == 1
+            return counts.pop() if alike and union.memory_space_id == SMEM else None
 
     return RaceDetection
 

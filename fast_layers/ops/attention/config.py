@@ -60,10 +60,10 @@ HOPPER_SMS = 132
 MAX_SHALLOW_DEPTH = 128
 """Of the backward with two equal warpgroups: beyond, dK and dV of 64 keys do not fit in one."""
 _DEEPEST_RING = 8
-_MOST_DEALT_PIECES = 1 << 18
+MOST_DEALT_PIECES = 1 << 18
 """Of a persistent grid: tracing a call deals them out in Python, and their list becomes a constant of the program."""
-_MOST_TILES_IN_STEP = 4
-"""Of keys, for a persistent grid of the backward without a mask: its blocks go through a head's queries in step."""
+_MOST_SHALLOW_TILES = 64
+"""Of keys, for a persistent grid of the backward at depths up to 64 without a mask."""
 _MOST_SPLITS = 128
 _KEY_TILES_PER_SPLIT = 4
 """At least, where the keys are split."""
@@ -188,7 +188,7 @@ class HopperForwardTiles:
             return cls._of_few_rows(p)
         tiles = (cls._of_many_rows(p) if measured is None else measured).for_mask(p)
         pieces = p.batch * p.heads * -(-p.q_len // tiles.q_tile)
-        if pieces > _MOST_DEALT_PIECES:
+        if pieces > MOST_DEALT_PIECES:
             return dataclasses.replace(tiles, blocks=0)
         if pieces >= HOPPER_SMS:
             return tiles
@@ -296,10 +296,9 @@ class HopperBackwardTiles:
         if shallow and band is not None and band.low is None:
             apart = apart and p.softcap is not None
         kv_tiles = -(-p.kv_len // cls.kv_tile)
-        dealt = (band is not None or kv_tiles <= _MOST_TILES_IN_STEP) and (
-            p.batch * p.kv_heads * kv_tiles <= _MOST_DEALT_PIECES
-        )
-        persistent = shallow and known_before_the_call(p) and dealt
+        # Measured on an H200, 2026-11-23: see bench/NOTES.md.
+        gains = (band is not None or kv_tiles <= _MOST_SHALLOW_TILES) if shallow else band is None
+        persistent = gains and known_before_the_call(p) and p.batch * p.kv_heads * kv_tiles <= MOST_DEALT_PIECES
         return cls(128 if shallow else 64, ragged_apart=apart, blocks=HOPPER_SMS if persistent else 0)
 
 

@@ -14,8 +14,8 @@ registers:
                                                 dQ += dS^T K, its half; dK += dS Q    frees scores_consumed
 
 The blocks of a persistent grid take the tiles of keys that were dealt out to them when the call was traced. dQ lags a
-step behind, also from one tile of keys to the next; so there are two slots for K, and the one that is not in use takes
-dK to the GPU's memory, as V's takes dV. When both have left, kv_consumed lets the next K and V in.
+step behind, also from one tile of keys to the next; so there are two slots for K. As soon as the last products of a
+tile are done, kv_consumed lets the next K and V in, while dK and dV leave through dQ's slots.
 
 Where a mask hides scores, a tile with NaN or inf in Q or dO is mended first, one operand by each warpgroup
 (`queries_mended`).
@@ -49,18 +49,18 @@ from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.kernel_parts.tile_order import TileOrder, deal
-from fast_layers.ops.attention import hopper_bwd_rows, tuned
+from fast_layers.ops.attention import hopper_bwd_rows, hopper_bwd_units, tuned
 from fast_layers.ops.attention.config import (
     HOPPER_SMS,
     MAX_SHALLOW_DEPTH,
+    MOST_DEALT_PIECES,
     HopperBackwardTiles,
     HopperDeepBackwardTiles,
     known_before_the_call,
+    sees_all,
 )
-from fast_layers.ops.attention.hopper_bwd_rows import RowSums
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
-from fast_layers.ops.attention.masks import MaskForm
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals, finite_or_zero
 from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, TileMask
@@ -72,17 +72,16 @@ WARPGROUPS = 2
 KV_TILE = WARPGROUPS * ROWS
 LSE, DELTA, UNITS = range(3)
 """What a row of queries has, in one array: each array starts at a multiple of 1 KiB."""
-_BITS = 30
-_LARGEST_EXPONENT = 120
 _PIECES_TOGETHER = 2 * HOPPER_SMS
 """Of a group of heads, at least: two for each SM, since few long ones leave most SMs idle at the end."""
 _SHORT_TILES = 8
 _MANY_PIECES = 12 * HOPPER_SMS
 """The rows and pieces for which an H200 was timed to be faster with groups that fit in its cache: bench/NOTES.md."""
+_FEW_TILES = 4
+_RESULT_PARTS = 2
+"""Of dK and dV, by columns of 16 bits, that fit where as many columns of dQ do."""
 _PIECE_COST = 0.7
 """Of what a piece of work takes besides its steps, in the time of one."""
-_ROUNDING = 1.25
-"""By how much the bound on dQ grows: weights and dS are rounded to 16 bits, and exp2 is approximate."""
 
 
 class Operands(NamedTuple):
@@ -144,7 +143,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     start = jnp.where(jnp.isfinite(delta) & (lse < jnp.inf), -lse / (p.scale if folds_lse(p) else 1.0), jnp.nan)
     start = jnp.where(sees_none, -jnp.inf, start)
     mask = RowMask.of(p, aux.mask, tiles.q_tile, tiles.kv_tile)
-    units, broken_keys = _units(p, aux.mask, rows, delta)
+    units, broken_keys = hopper_bwd_units.row_units(p, aux.mask, rows, delta)
     hides_keys = p.mask.band is not None or hides_queries or p.kv_len % tiles.kv_tile != 0
     operands = Operands(
         pad_for_tma(query, tiles.q_tile, qk_dim),
@@ -194,62 +193,8 @@ def _band_misses_rows(p: Problem) -> bool:
     return before or (band.low is not None and p.q_len - 1 + band.low >= p.kv_len)
 
 
-def _units(
-    p: Problem, form: MaskForm, rows: RowSums, delta: Float[Array, "B N T"]
-) -> tuple[Float[Array, "B N T"], Int[Array, "B K"]]:
-    """A power of two for each row, by which |dQ| / scale and all its partial sums are less than 2^30; broken_keys.
-
-    dQ / scale = sum_s P_s (dO . V_s - delta) K_s with weights that sum to at most 1; dO . V_s is 0 or more than itself
-    where weights are dropped. What stands in padding, which no row sees, does not count. NaN where the bound overflows,
-    and with it the row's dQ.
-    """
-    seen = _seen_keys(p, form)
-
-    def largest(x, finite):
-        """[B, N, 1], of the keys that are seen and finite."""
-        counts = finite if seen is None else finite & seen[:, None]
-        return jnp.repeat(jnp.where(counts, x, 0.0).max(2), p.group, axis=1)[..., None]
-
-    longest_value = largest(rows.value_length, rows.value_size < jnp.inf) / (1.0 - p.dropout_rate)
-    d_weight = rows.d_out_length * longest_value + jnp.abs(finite_or_zero(delta))
-    bound = d_weight * largest(rows.key_size, rows.key_size < jnp.inf) * _ROUNDING
-    exponent = jnp.ceil(jnp.log2(jnp.maximum(bound, jnp.finfo(jnp.float32).tiny)))
-    exponent = jnp.clip(_BITS - exponent, -_LARGEST_EXPONENT, _LARGEST_EXPONENT).astype(jnp.int32)
-    # By its bits: exp2 of an integer need not be exact.
-    power = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-    units = jnp.where(jnp.isfinite(bound), power, jnp.nan)
-    broken_keys = ~((rows.key_size < jnp.inf) & jnp.isfinite(rows.value_length)).all(2)
-    return units, broken_keys.astype(jnp.int32)
-
-
 def _some_of_tile(rows: Bool[Array, "B N T"], q_tile: int) -> Int[Array, "B N I"]:
     return rows.reshape(*rows.shape[:2], -1, q_tile).any(-1).astype(jnp.int32)
-
-
-def _seen_keys(p: Problem, form: MaskForm) -> Bool[Array, "B|1 S"] | None:
-    """The keys between the first and the last that any row of an example sees; None for all."""
-    by_some_row = (
-        None if form.dense is None else jnp.broadcast_to(form.dense.any((1, 2)), (form.dense.shape[0], p.kv_len))
-    )
-    if form.start is None and form.stop is None and form.key_segments is None and _band_shows_all_keys(p):
-        return by_some_row
-    start, stop = form.intervals(p.q_len, p.kv_len)
-    start = jnp.zeros((1, p.q_len), jnp.int32) if start is None else start
-    stop = jnp.full((1, p.q_len), p.kv_len, jnp.int32) if stop is None else stop
-    sees_some = start < stop
-    first = jnp.where(sees_some, start, p.kv_len).min(1, keepdims=True)
-    last = jnp.where(sees_some, stop, 0).max(1, keepdims=True)
-    keys = jnp.arange(p.kv_len, dtype=jnp.int32)
-    seen = (keys >= first) & (keys < last)
-    seen = seen if by_some_row is None else seen & by_some_row
-    return seen if form.key_segments is None else seen & (form.key_segments >= 0)
-
-
-def _band_shows_all_keys(p: Problem) -> bool:
-    """Whether the static band hides neither the first keys nor the last from all rows."""
-    low, high = (None, None) if p.mask.band is None else (p.mask.band.low, p.mask.band.high)
-    first_seen = low is None or low <= 0
-    return first_seen and (high is None or p.q_len - 1 + high >= p.kv_len - 1)
 
 
 def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Array, "B|1 J 2"]:
@@ -267,11 +212,19 @@ def piece_order(p: Problem, kv_tiles: int, bytes_per_head: int, fits_first: bool
 
 
 def _fits_first(p: Problem, tiles: HopperBackwardTiles, kv_tiles: int) -> bool:
-    """Where short rows have the cache wait for memory, and pieces are many. Blocks of a persistent grid run in step,
-    and more of them on one head add to the same dQ at once."""
+    """Where all pieces are alike, and where short rows have the cache wait for memory and pieces are many."""
     many = p.batch * p.kv_heads * kv_tiles >= _MANY_PIECES
     short_and_deep = kv_tiles <= _SHORT_TILES and max(p.qk_dim, p.v_dim) > 64
-    return known_before_the_call(p) and not tiles.blocks and short_and_deep and many
+    return sees_all(p) or (known_before_the_call(p) and not tiles.blocks and short_and_deep and many)
+
+
+def _keeps_barriers(p: Problem, kv_tiles: int) -> bool:
+    """Whether a persistent grid was faster with the barriers that JAX puts around what goes to shared memory.
+
+    They are not needed: what the warps of a warpgroup leave for one another, or for a copy, stands before a commit, and
+    at the kernel's own barriers all of them arrive.
+    """
+    return sees_all(p) and max(p.qk_dim, p.v_dim) <= 64 and kv_tiles > _FEW_TILES
 
 
 def _steps(p: Problem, q_tile: int, order: TileOrder) -> np.ndarray:
@@ -284,6 +237,15 @@ def _steps(p: Problem, q_tile: int, order: TileOrder) -> np.ndarray:
         last = np.clip(k_start + KV_TILE - band.low, 0, p.q_len)
     steps = p.group * np.maximum(-(-last // q_tile) - first // q_tile, 0)
     return steps[np.arange(order.total) % (order.group * order.tiles) // order.group]
+
+
+def _schedule(p: Problem, tiles: HopperBackwardTiles, order: TileOrder) -> np.ndarray | None:
+    """Which pieces each block of a persistent grid takes, as `deal` says it; None for one block a piece."""
+    if not 0 < tiles.blocks < order.total <= MOST_DEALT_PIECES or not known_before_the_call(p):
+        return None
+    steps = _steps(p, tiles.q_tile, order)
+    # With a piece without steps the keys before the last would be in use still.
+    return deal(steps + _PIECE_COST, tiles.blocks) if steps.min() > 0 else None
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
@@ -299,10 +261,9 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     panel = qk_dim // panels
     bytes_per_head = p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
     order = piece_order(p, kv_tiles, bytes_per_head, _fits_first(p, tiles, kv_tiles))
-    steps = _steps(p, q_tile, order)
-    # A piece without steps would need its results' slots while those of the piece before are in use.
-    persistent = 0 < tiles.blocks < order.total and known_before_the_call(p) and steps.min() > 0
-    schedule = [jnp.asarray(deal(steps + _PIECE_COST, tiles.blocks))] if persistent else []
+    schedule = _schedule(p, tiles, order) if qk_dim == v_dim else None
+    persistent = schedule is not None
+    keeps_barriers = not persistent or _keeps_barriers(p, kv_tiles)
     zeros, operands = operands.d_query, operands._replace(d_query=None)
     arrays, tree = jax.tree.flatten(operands)
 
@@ -312,6 +273,9 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, q_tile, KV_TILE, inputs.mask, logits)
+        if persistent:
+            sums, results = scratch.pop("sums or results")
+            scratch |= {"d_query_slots": sums, "result_slots": results}
         s = _Scratch(**scratch)
 
         def each_piece(role, before):
@@ -347,25 +311,39 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 )
                 if not persistent:
                     last_d_query(s, d_query_ref, before, warpgroup)
-                plgpu.barrier_arrive(s.keys_left)
                 if p.dropout_rate:
                     d_value = d_value * logits.survived
-                s.v_slot[warpgroup] = d_value.astype(p.dtype)
-                d_key = (d_key * p.scale).astype(p.dtype)
+                d_key, d_value = (d_key * p.scale).astype(p.dtype), d_value.astype(p.dtype)
+                (send_through_sums if persistent else send_through_inputs)(piece, keys, d_key, d_value)
+                return before
+
+            def send_through_inputs(piece: _Piece, keys, d_key, d_value):
                 # Keys that both warpgroups have used for dQ.
+                plgpu.barrier_arrive(s.keys_left)
                 plgpu.barrier_wait(s.keys_left)
-                free_slot = key_slot_of(turn + 1)
+                s.v_slot[warpgroup] = d_value
                 for i in range(panels):
-                    s.k_slots[free_slot, i, own] = d_key[:, i * panel : (i + 1) * panel]
+                    s.k_slots[0, i, own] = d_key[:, i * panel : (i + 1) * panel]
                 plgpu.commit_smem()
                 for i in range(panels):
                     to = d_key_ref.at[piece.example, keys, piece.kv_head, pl.ds(i * panel, panel)]
-                    plgpu.copy_smem_to_gmem(s.k_slots.at[free_slot, i, own], to)
+                    plgpu.copy_smem_to_gmem(s.k_slots.at[0, i, own], to)
                 plgpu.copy_smem_to_gmem(s.v_slot.at[warpgroup], d_value_ref.at[piece.example, keys, piece.kv_head])
-                if persistent:
+
+            def send_through_sums(piece: _Piece, keys, d_key, d_value):
+                plgpu.barrier_arrive(s.kv_consumed)
+                both = (d_value_ref, d_value), (d_key_ref, d_key)
+                parts = [(to, i * panel, x[:, i * panel : (i + 1) * panel]) for to, x in both for i in range(panels)]
+                slots = s.result_slots.at[warpgroup]
+                for first in range(0, len(parts), _RESULT_PARTS):
+                    some = parts[first : first + _RESULT_PARTS]
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(s.kv_consumed)
-                return before
+                    for i, (_, _, x) in enumerate(some):
+                        slots[i] = x
+                    plgpu.commit_smem()
+                    for i, (to, start, _) in enumerate(some):
+                        columns = to.at[piece.example, keys, piece.kv_head, pl.ds(start, panel)]
+                        plgpu.copy_smem_to_gmem(slots.at[i], columns)
 
             any_units = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), BY_ROW) if p.reproducible else None
             zero = jnp.int32(0)
@@ -403,8 +381,6 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
 
             plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[slot], s.q_ready.at[slot])
             plgpu.copy_gmem_to_smem(inputs.lse.at[example, head, rows], s.row_slots.at[LSE, slot], s.q_ready.at[slot])
-            # After the first queries, whose slot is free before those of keys and values.
-            pl.when(step == steps)(load_keys)
 
             @pl.when(step >= ring)
             def _wait_d_out():
@@ -415,6 +391,10 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             plgpu.copy_gmem_to_smem(inputs.delta.at[example, head, rows], s.row_slots.at[DELTA, slot], ready)
             if inputs.units is not None:
                 plgpu.copy_gmem_to_smem(inputs.units.at[example, head, rows], s.row_slots.at[UNITS, slot], ready)
+            # After the first queries, whose slots are free before those of keys and values.
+            pl.when(step == steps)(load_keys)
+            if not keeps_barriers:
+                plgpu.commit_smem()  # for its barrier: no warp shall wait for a phase two behind
             return step + 1
 
         return piece.each_query_tile(load_queries, steps)
@@ -623,10 +603,13 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         "queries_mended": plgpu.Barrier(num_arrivals=WARPGROUPS),
         "scores_ready": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
         "scores_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
-        "keys_left": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
     if persistent:
+        results = smem_tile(WARPGROUPS, _RESULT_PARTS, ROWS, panel, dtype=p.dtype)
+        scratch["sums or results"] = plgpu.RefUnion(scratch.pop("d_query_slots"), results)
         scratch["kv_consumed"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
+    else:
+        scratch["keys_left"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
     if zeros is None:
         zeros = jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p))
     d_query = jax.new_ref(zeros)
@@ -638,8 +621,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*arrays, *schedule, d_query)
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not keeps_barriers),
+    )(*arrays, *([jnp.asarray(schedule)] if persistent else []), d_query)
     return d_query[...], d_key, d_value
 
 
@@ -658,6 +641,8 @@ class _Piece(NamedTuple):
     first: Any
     last: Any
     full: tuple[Any, Any]
+    start: Any
+    """The query tile that comes first, before those behind it and then those before it."""
 
     @classmethod
     def of(
@@ -670,7 +655,9 @@ class _Piece(NamedTuple):
         if apart:
             full_first, full_last = mask.full_queries(kv_index * KV_TILE, KV_TILE)
             full = jnp.clip(full_first, first, last), jnp.clip(full_last, first, last)
-        return cls(p, mask, apart, example, kv_head, kv_index, first, last, full)
+        # Pieces that are all at the same queries would add to the same rows of dQ at once. A mask keeps them apart.
+        start = lax.div(kv_index * last, order.tiles) if sees_all(p) else first
+        return cls(p, mask, apart, example, kv_head, kv_index, first, last, full, start)
 
     @property
     def first_head(self) -> Any:
@@ -688,7 +675,7 @@ class _Piece(NamedTuple):
 
         def of_head(head, state):
             if not self.ragged_apart:
-                return some(head, self.first, self.last, self.mask.hides, lambda i: i, state)
+                return some(head, self.first, self.last, self.mask.hides, self._from_start, state)
             # A branch between products would keep ptxas from overlapping them.
             full_first, full_last = self.full
             fulls, after_fulls = full_last - full_first, self.mask.low is not None
@@ -700,6 +687,12 @@ class _Piece(NamedTuple):
             return of_head(self.first_head, state)
         heads = self.first_head, self.first_head + self.problem.group
         return lax.fori_loop(*heads, of_head, state)
+
+    def _from_start(self, i: Any) -> Any:
+        if not sees_all(self.problem):
+            return i
+        i += self.start
+        return jnp.where(i < self.last, i, i - self.last)
 
 
 class _Before(NamedTuple):
@@ -749,5 +742,6 @@ class _Scratch(NamedTuple):
     queries_mended: Any
     scores_ready: Any
     scores_consumed: Any
-    keys_left: Any
+    result_slots: Any = None
+    keys_left: Any = None
     kv_consumed: Any = None

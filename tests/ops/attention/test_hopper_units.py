@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fast_layers.ops.attention import api, hopper_bwd
+from fast_layers.ops.attention import api, hopper_bwd, hopper_bwd_units
 from fast_layers.ops.attention.config import HOPPER_SMS, HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_rows import Operands, row_sums_by_xla
 from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
@@ -28,7 +28,7 @@ def _units(query, key, value, d_out, **options):
     inputs, aux, given, _ = api._prepare(query, key, value, **options)
     delta = jnp.zeros((B, N, T))
     rows = row_sums_by_xla(Operands(inputs.query, jnp.asarray(d_out), inputs.key, inputs.value))
-    return hopper_bwd._units(given.problem(inputs, aux), aux.mask, rows, delta)
+    return hopper_bwd_units.row_units(given.problem(inputs, aux), aux.mask, rows, delta)
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1.0, 1e12])
@@ -70,21 +70,22 @@ def test_none_where_the_bound_overflows():
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "heads", "fits"), [(32, 512, 16, True), (2, 512, 16, False), (1, 16384, 16, False)]
+    ("batch", "length", "causal", "fits"),
+    [(32, 512, True, True), (2, 512, True, False), (1, 16384, True, False), (8, 2048, False, True)],
 )
-def test_groups_of_heads_fit_in_the_cache_where_rows_are_short_and_pieces_many(batch, length, heads, fits):
+def test_groups_of_heads_fit_in_the_cache_where_rows_are_short_and_pieces_many_or_alike(batch, length, causal, fits):
     problems = []
 
     def call(x):
-        inputs, aux, given, _ = api._prepare(x, x, x)
+        inputs, aux, given, _ = api._prepare(x, x, x, is_causal=causal)
         problems.append(given.problem(inputs, aux))
 
-    jax.eval_shape(call, jax.ShapeDtypeStruct((batch, length, heads, 128), jnp.bfloat16))
+    jax.eval_shape(call, jax.ShapeDtypeStruct((batch, length, 16, 128), jnp.bfloat16))
     (problem,), kv_tiles = problems, length // 128
     assert hopper_bwd._fits_first(problem, HopperBackwardTiles(64), kv_tiles) == fits
-    assert not hopper_bwd._fits_first(problem, HopperBackwardTiles(64, blocks=HOPPER_SMS), kv_tiles)
+    assert hopper_bwd._fits_first(problem, HopperBackwardTiles(64, blocks=HOPPER_SMS), kv_tiles) == (not causal)
     group = hopper_bwd.piece_order(problem, kv_tiles, length * 1536, fits).group
-    assert (group * kv_tiles < 2 * HOPPER_SMS) == (fits or batch * heads * kv_tiles < 2 * HOPPER_SMS)
+    assert (group * kv_tiles < 2 * HOPPER_SMS) == (fits or batch * 16 * kv_tiles < 2 * HOPPER_SMS)
 
 
 @pytest.mark.parametrize("window", [None, (300, 0), (0, 200), (700, 100)], ids=str)
