@@ -24,13 +24,14 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
 
 _NARROWEST, _DECODED = 2048, 4096
 # Where an H200 was timed and no slower than XLA or Flax (bench/NOTES.md), by gate and pass: the fewest tokens, by the
-# width up to which that holds.
+# width up to which that holds; above `_WIDEST_FROM` at that width alone.
 _FEWEST_TOKENS: dict[tuple[bool, Pass], dict[int, int]] = {
     (False, "forward"): {2048: 512, 4096: 8192},
     (False, "backward"): {2048: 512, 4096: 8192},
-    (True, "forward"): {2048: 512, 8192: 8192},
+    (True, "forward"): {2048: 512, 4096: 8192, 8192: 8192},
     (True, "backward"): {2048: 512, 4096: 8192},
 }
+_WIDEST_FROM = 4096
 # The same of decoding steps, at width 4096, by gate.
 _FEW_TOKENS = {False: range(FEW_ROWS, FEW_ROWS + 1), True: range(1, FEW_ROWS + 1)}
 _BARE_SIZES = range(4096, 8192)
@@ -52,8 +53,10 @@ def by_name_only(problem: Problem, arch: Arch, pass_: Pass) -> str | None:
     fewest_by_width = _FEWEST_TOKENS[p.gated, pass_]
     call = f"{pass_} {'with' if p.gated else 'without'} a gate"
     fewest = next((tokens for width, tokens in fewest_by_width.items() if max(widths) <= width), None)
-    if fewest is None or min(widths) < _NARROWEST:
-        wanted = f"{_NARROWEST} to {max(fewest_by_width)}"
+    between = max(widths) > _WIDEST_FROM and (min(widths) < max(widths) or max(widths) not in fewest_by_width)
+    if fewest is None or min(widths) < _NARROWEST or between:
+        wanted = f"{_NARROWEST} to {_WIDEST_FROM}"
+        wanted += "".join(f" and {width}" for width in fewest_by_width if width > _WIDEST_FROM)
         return (
             f"is no faster than XLA's {call} but at widths of {wanted}, or was not timed there, got {p.in_features} in "
             f"and {p.out_features} out"

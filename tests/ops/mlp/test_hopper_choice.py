@@ -92,6 +92,12 @@ LEFT_TO_XLA = {
         PASSES,
         "got ",
     ),
+    "between widths": (
+        {"gated": True, "in_features": 5120, "hidden_features": 13_824, "out_features": 5120},
+        PASSES,
+        "2048 to 4096",
+    ),
+    "wide on one side": ({"gated": True, "out_features": 8192}, PASSES, "got 2048 in and 8192 out"),
     "wider than any": ({"gated": True, "in_features": 8200, "hidden_features": 21_888}, PASSES, "got 8200 in"),
     "narrow inside": ({"hidden_features": 4088}, PASSES, "from twice the width on, got 4088 for 2048"),
     "gated and wide": (
