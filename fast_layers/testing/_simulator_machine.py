@@ -163,9 +163,10 @@ def races_reporting_to(findings: Findings) -> type[gpu_race_detection.GPURaceDet
             if slots is None:
                 super()._check_ref_union(thread, clock, buffer_key, *details)
                 return
-            first = accessed.first
+            members: dict[Any, Any] = self.ref_union_members
+            first = slice(None) if accessed.first is None else accessed.first
             for slot in range(slots)[first] if isinstance(first, slice) else (int(first),):
-                self.ref_union_members[buffer_key, slot] = (union, slot), group
+                members[buffer_key, slot] = (union, slot), group
                 super()._check_ref_union(thread, clock, (buffer_key, slot), *details)
 
         def _slots_of(self, union: Any) -> int | None:
@@ -176,7 +177,7 @@ def races_reporting_to(findings: Findings) -> type[gpu_race_detection.GPURaceDet
         def _count_slots(self, union: Any) -> int | None:
             members = [key for key, (of, _) in list(self.ref_union_members.items()) if of == union]
             groups = {self.ref_union_members[key][1] for key in members}
-            buffers = [machine().buffer_shape_and_dtype(key) for key in members]
+            buffers: list[Any] = [machine().buffer_shape_and_dtype(key) for key in members]
             counts = {shape[0] if len(shape) > 2 else None for shape, _ in buffers}
             sizes = {math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in buffers}
             alike = len(groups) == len(members) and len(counts) == len(sizes) == 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
 
 from bench import __main__ as bench_main
 from bench import host_cost
+from fast_layers.testing.deviceless import missing_wheels
 
 
 @pytest.fixture
@@ -42,7 +44,18 @@ def test_a_process_that_fails_says_why(tmp_path, monkeypatch, capsys):
     found = host_cost.measure_apart(8, 32, "causal", 1, "here", "hopper")
     assert "hopper" in found["failure"]
     monkeypatch.setattr(host_cost, "measure_apart", lambda *what: found)
-    _run(monkeypatch, "--layers", "1", "--out", str(tmp_path / "found.json"))
+    with pytest.raises(SystemExit, match="1"):
+        _run(monkeypatch, "--layers", "1", "--out", str(tmp_path / "found.json"))
     written = json.loads((tmp_path / "found.json").read_text())
     assert written["rows"] == [{"what": [8, 32, "causal", 1, "here", "hopper"], "failure": found["failure"]}]
     assert found["failure"] in capsys.readouterr().out
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(bool(missing_wheels()) and not os.environ.get("CI"), reason=missing_wheels() or "")
+def test_a_gpu_that_is_not_here_is_compiled_for(monkeypatch):
+    for name in ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
+        monkeypatch.delenv(name, raising=False)
+    found = host_cost.measure_apart(64, 128, "full", 1, "h200", "hopper")
+    assert "failure" not in found
+    assert found["kernels"] >= 2
