@@ -19,7 +19,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +203,7 @@ def examine(*, by_name: bool = False) -> Report:
 class _Examination:
     """One op: made, `begin` and `finish`, so that the programs of all ops are compiled at the same time."""
 
-    def __init__(self, suite: parity.Suite, arch: Arch, by_name: bool, pool: Executor):
+    def __init__(self, suite: parity.Suite, arch: Arch, by_name: bool, pool: parity.Compilers):
         self._suite, self._arch, self._problem = suite, arch, suite.typical()
         backends = (backend for backend in suite.backends() if backend.name != "reference")
         self._asked = [_asked(backend, self._problem, arch, by_name) for backend in backends]

@@ -143,6 +143,18 @@ def test_exit_code_1_for_a_kernel_that_breaks_down(capsys, plant):
     assert "raised RuntimeError: ptxas exploded" in capsys.readouterr().out
 
 
+def test_exit_code_1_and_a_whole_screen_where_an_oracle_breaks_down(capsys, monkeypatch):
+    def explode(draws):
+        raise RuntimeError("INTERNAL: Failed to launch ptxas")
+
+    suite = parity.SUITES["mlp"]
+    monkeypatch.setitem(parity.SUITES, "mlp", dataclasses.replace(suite, expect=explode))
+    assert main(["doctor"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "FAILED small, bfloat16, forward: no oracle: RuntimeError: INTERNAL: Failed to launch ptxas" in text
+    assert "xla 5 quantities, worst error" in text
+
+
 @pytest.mark.parametrize(
     ("ptxas", "words"),
     [

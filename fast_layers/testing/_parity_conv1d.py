@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fast_layers.ops.conv1d import api, reference, xla
-from fast_layers.ops.conv1d.history import reach_of
 from fast_layers.ops.conv1d.problem import Aux, Inputs, Outputs, Problem
-from fast_layers.testing._parity_suite import Answer, Expected, Suite, draws_for
+from fast_layers.testing._parity_suite import Answer, Expected, Suite, compiled_soon, draws_for, on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +97,7 @@ class _Draw:
         rng = np.random.default_rng(index)
 
         def normal(*shape: int):
-            return jnp.asarray(rng.normal(size=shape), dtype)
+            return on_device(rng.normal(size=shape), dtype)
 
         state = (c.batch, c.channels, c.width - 1)
         inputs = Inputs(
@@ -121,7 +120,9 @@ class _Draw:
         )
         aux = Aux()
         if c.documents is not None:
-            aux = Aux(reach_of(jnp.repeat(jnp.arange(len(c.documents)), np.array(c.documents))[None], problem.history))
+            # The first document sees all of the initial state.
+            positions = [np.arange(length) + problem.history * (i == 0) for i, length in enumerate(c.documents)]
+            aux = Aux(on_device(np.minimum(np.concatenate(positions), problem.history)[None], np.int32))
         d_state = normal(*state) if c.final_state else None
         return cls(c, problem, inputs, aux, Outputs(normal(c.batch, c.length, c.channels), d_state))
 
@@ -134,27 +135,24 @@ def _expected(draws: list[_Draw]) -> Expected:
     case, problem = draws[0].case, draws[0].problem
     wide_problem = dataclasses.replace(problem, dtype=jnp.dtype(jnp.float64))
 
-    def answer_by(forward: Callable[[Inputs, Aux], Outputs]):
-        @jax.jit
+    def answer_by(forward: Callable[[Inputs, Aux], Outputs], dtype: Any):
+        @compiled_soon
         def call(inputs, aux, d_outputs):
+            inputs, d_outputs = jax.tree.map(lambda x: x.astype(dtype), (inputs, d_outputs))
             returned, pull = jax.vjp(lambda inputs: forward(inputs, aux), inputs)
             return returned, pull(d_outputs)[0]
 
-        def answer(draw: _Draw, inputs: Inputs, d_outputs: Outputs) -> Answer:
-            returned, grads = jax.device_get(call(inputs, draw.aux, d_outputs))
+        def answer(draw: _Draw) -> Answer:
+            returned, grads = jax.device_get(call(draw.inputs, draw.aux, draw.d_outputs))
             return Answer(draw.outputs(returned), draw.gradients(grads))
 
         return answer
 
-    by_formula = answer_by(functools.partial(reference.forward, wide_problem))
-    by_document = answer_by(lambda inputs, aux: _plain(case, inputs))
-    oracle, plain = [], []
-    for draw in draws:
-        given = draw.inputs, draw.d_outputs
-        with jax.enable_x64(True):
-            oracle.append(by_formula(draw, *jax.tree.map(lambda x: x.astype(jnp.float64), given)))
-        plain.append(by_document(draw, *given))
-    return Expected(oracle, (plain,))
+    by_formula = answer_by(functools.partial(reference.forward, wide_problem), jnp.float64)
+    by_document = answer_by(lambda inputs, aux: _plain(case, inputs), problem.dtype)
+    with jax.enable_x64(True):
+        oracle = [by_formula(draw) for draw in draws]
+    return Expected(oracle, ([by_document(draw) for draw in draws],))
 
 
 def _plain(case: Case, inputs: Inputs) -> Outputs:

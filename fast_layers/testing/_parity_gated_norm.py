@@ -18,7 +18,7 @@ from jax import lax
 
 from fast_layers.ops.gated_norm import api, reference, xla
 from fast_layers.ops.gated_norm.problem import Inputs, Problem
-from fast_layers.testing._parity_suite import Answer, Expected, Suite, draws_for
+from fast_layers.testing._parity_suite import Answer, Expected, Suite, compiled_soon, draws_for, on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +83,8 @@ class _Draw:
     def of(cls, case: Case, dtype: Any, index: int) -> _Draw:
         c = case
         rng = np.random.default_rng(index)
-        y, z, d_out = (jnp.asarray(rng.normal(size=(*c.rows, c.features)), dtype) for _ in range(3))
-        inputs = Inputs(y, z, jnp.asarray(rng.normal(size=c.features), dtype))
+        y, z, d_out = (on_device(rng.normal(size=(*c.rows, c.features)), dtype) for _ in range(3))
+        inputs = Inputs(y, z, on_device(rng.normal(size=c.features), dtype))
         return cls(api._problem(inputs, c.group_size, c.eps, c.norm_before_gate), inputs, d_out)
 
 
@@ -92,27 +92,24 @@ def _expected(draws: list[_Draw]) -> Expected:
     problem = draws[0].problem
     wide_problem = dataclasses.replace(problem, dtype=jnp.dtype(jnp.float64))
 
-    def answer_by(forward: Callable[[Inputs], jax.Array]):
-        @jax.jit
+    def answer_by(forward: Callable[[Inputs], jax.Array], dtype: Any):
+        @compiled_soon
         def call(inputs, d_out):
+            inputs, d_out = jax.tree.map(lambda x: x.astype(dtype), (inputs, d_out))
             returned, pull = jax.vjp(forward, inputs)
             return returned, pull(d_out)[0]
 
-        def answer(draw: _Draw, inputs: Inputs, d_out: jax.Array) -> Answer:
-            returned, grads = jax.device_get(call(inputs, d_out))
+        def answer(draw: _Draw) -> Answer:
+            returned, grads = jax.device_get(call(draw.inputs, draw.d_out))
             return Answer(draw.outputs(returned), draw.gradients(grads))
 
         return answer
 
-    by_formula = answer_by(functools.partial(reference.forward, wide_problem))
-    by_model = answer_by(functools.partial(_plain, problem))
-    oracle, plain = [], []
-    for draw in draws:
-        given = draw.inputs, draw.d_out
-        with jax.enable_x64(True):
-            oracle.append(by_formula(draw, *jax.tree.map(lambda x: x.astype(jnp.float64), given)))
-        plain.append(by_model(draw, *given))
-    return Expected(oracle, (plain,))
+    by_formula = answer_by(functools.partial(reference.forward, wide_problem), jnp.float64)
+    by_model = answer_by(functools.partial(_plain, problem), problem.dtype)
+    with jax.enable_x64(True):
+        oracle = [by_formula(draw) for draw in draws]
+    return Expected(oracle, ([by_model(draw) for draw in draws],))
 
 
 def _plain(p: Problem, inputs: Inputs) -> jax.Array:

@@ -22,8 +22,8 @@ import numpy as np
 from jax import lax
 
 from fast_layers.ops.ssd import api, check, reference, xla
-from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, Scanned, documents
-from fast_layers.testing._parity_suite import Answer, Expected, Suite, draws_for
+from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, Scanned
+from fast_layers.testing._parity_suite import Answer, Expected, Suite, compiled_soon, draws_for, on_device
 
 # A and D have one gradient for each head: few numbers, however long the rows.
 _FEWEST_DRAWS = 6
@@ -125,10 +125,10 @@ class _Draw:
         rng = np.random.default_rng(index)
 
         def normal(*shape: int, dtype: Any = dtype):
-            return jnp.asarray(rng.normal(size=shape), dtype)
+            return on_device(rng.normal(size=shape), dtype)
 
         # What concerns decay is in float32 also beside 16-bit activations, as in Mamba-2.
-        wide = functools.partial(jnp.asarray, dtype=jnp.float32)
+        wide = functools.partial(on_device, dtype=jnp.float32)
         rows, state = (c.batch, c.length, c.heads), (c.batch, c.heads, c.head_dim, c.state_dim)
         dt = np.exp(rng.uniform(math.log(1e-3), math.log(0.1), rows))
         bias = np.log(np.expm1(dt[0, 0]))
@@ -140,7 +140,7 @@ class _Draw:
         inputs = Inputs(
             x=normal(*rows, c.head_dim),
             dt=wide(dt),
-            A=-wide(rates),
+            A=wide(-rates),
             B=normal(c.batch, c.length, c.groups, c.state_dim),
             C=normal(c.batch, c.length, c.groups, c.state_dim),
             D=None if c.skip is None else normal(*state[1 : 2 + (c.skip == "channel")], dtype=jnp.float32),
@@ -151,7 +151,7 @@ class _Draw:
         aux = Aux()
         if c.documents is not None:
             ids = np.repeat(np.arange(len(c.documents)), c.documents)
-            aux = Aux(documents(jnp.broadcast_to(ids, (c.batch, c.length))))
+            aux = Aux(on_device(np.broadcast_to(ids, (c.batch, c.length)), np.int32))
         d_final_state = normal(*state, dtype=jnp.float32)
         return cls(_problem(inputs, aux, c), inputs, aux, normal(*rows, c.head_dim), d_final_state)
 
@@ -165,27 +165,24 @@ def _expected(draws: list[_Draw]) -> Expected:
     problem = draws[0].problem
     wide_problem = dataclasses.replace(problem, dtype=jnp.dtype(jnp.float64))
 
-    def answer_by(forward: Callable[[Inputs, Aux], Scanned]):
-        @jax.jit
+    def answer_by(forward: Callable[[Inputs, Aux], Scanned], dtype: Any = None):
+        @compiled_soon
         def call(inputs, aux, cotangents):
+            inputs, cotangents = jax.tree.map(lambda x: x.astype(dtype or x.dtype), (inputs, cotangents))
             returned, pull = jax.vjp(lambda inputs: forward(inputs, aux), inputs)
             return returned, pull(cotangents)[0]
 
-        def answer(draw: _Draw, inputs: Inputs, cotangents: Scanned) -> Answer:
-            returned, grads = jax.device_get(call(inputs, draw.aux, cotangents))
+        def answer(draw: _Draw) -> Answer:
+            returned, grads = jax.device_get(call(draw.inputs, draw.aux, Scanned(*draw.cotangents)))
             return Answer(draw.outputs(returned), draw.gradients(grads))
 
         return answer
 
-    by_recurrence = answer_by(functools.partial(reference.forward, wide_problem))
+    by_recurrence = answer_by(functools.partial(reference.forward, wide_problem), jnp.float64)
     by_matmul = answer_by(functools.partial(_plain, problem))
-    oracle, plain = [], []
-    for draw in draws:
-        given = draw.inputs, Scanned(*draw.cotangents)
-        with jax.enable_x64(True):
-            oracle.append(by_recurrence(draw, *jax.tree.map(lambda x: x.astype(jnp.float64), given)))
-        plain.append(by_matmul(draw, *given))
-    return Expected(oracle, (plain,))
+    with jax.enable_x64(True):
+        oracle = [by_recurrence(draw) for draw in draws]
+    return Expected(oracle, ([by_matmul(draw) for draw in draws],))
 
 
 def _plain(p: Problem, inputs: Inputs, aux: Aux) -> Scanned:

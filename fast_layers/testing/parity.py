@@ -23,8 +23,9 @@ import dataclasses
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -163,10 +164,41 @@ def check_parity(
         return Check(op, pool, backends, cases, dtypes, run).lower().table()
 
 
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """What a thread does. `result` is for the thread that owns the pool; it returns, or raises, the same each time."""
+
+    future: Future[Any]
+    result: Callable[[], Any]
+
+
+class Compilers(ThreadPoolExecutor):
+    """Threads that do once more, alone, what fails: beside many others a compiler may not be started, for one."""
+
+    def __init__(self, threads: int):
+        super().__init__(threads)
+        self._begun: list[Future[Any]] = []
+
+    def begin(self, what: str, fn: Callable[[], Any]) -> Begun:
+        """`what` is the name that stderr gives it, should it fail."""
+        future = self.submit(fn)
+        self._begun.append(future)
+
+        def result() -> Any:
+            try:
+                return future.result()
+            except Exception as error:
+                print(f"{what}: done once more, alone, after {_told(error)}", file=sys.stderr, flush=True)
+            wait(self._begun)
+            return fn()
+
+        return Begun(future, _once(result))
+
+
 @contextlib.contextmanager
-def compilers() -> Iterator[Executor]:
+def compilers() -> Iterator[Compilers]:
     """Threads for `Check`; more than these would wait for programs to be traced."""
-    pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
+    pool = Compilers(min(os.cpu_count() or 1, _MOST_THREADS))
     try:
         yield pool
     finally:
@@ -180,14 +212,15 @@ class _CaseUnderWay:
     name: str
     case: Any
     dtype: Any
-    draws: Future[list[Draw]]
-    expected: Future[Expected] | None = None
+    draws: Begun
+    expected: Begun | None = None
     calls: list[_Calls] = dataclasses.field(default_factory=list)
 
     @property
     def under_way(self) -> list[Future[Any]]:
         expected = [] if self.expected is None else [self.expected]
-        return [self.draws, *expected, *(future for calls in self.calls for future in calls.compiling)]
+        begun = [self.draws, *expected, *(each for calls in self.calls for each in calls.compiling)]
+        return [each.future for each in begun]
 
 
 _MOST_THREADS = 12
@@ -206,7 +239,7 @@ class Check:
     def __init__(
         self,
         op: str,
-        pool: Executor,
+        pool: Compilers,
         backends: Sequence[str | Backend] | None = None,
         cases: Iterable[str] | Mapping[str, Any] | None = None,
         dtypes: Sequence[Any] | None = None,
@@ -217,7 +250,7 @@ class Check:
         self._suite, self._pool, self._run = SUITES[op], pool, run
         self._backends = _backends(self._suite, backends)
         self._cases = [
-            _CaseUnderWay(name, case, dtype, self._in_thread(self._draw, case, dtype))
+            _CaseUnderWay(name, case, dtype, self._in_thread(f"{op}, {name}: inputs", self._draw, case, dtype))
             for name, case in _cases(self._suite, cases).items()
             for dtype in _dtypes(self._suite, name, dtypes)
         ]
@@ -229,15 +262,19 @@ class Check:
 
     def lower(self) -> Check:
         for case in self._cases:
-            draws = self._draws(case)
+            try:
+                draws = case.draws.result()
+            except Exception:
+                continue  # `table` tells of it
+            where = f"{self._suite.op}, {case.name}"
             refusals: list[dict[Pass, str | None]] = [
                 {pass_: backend.supports(draws[0].problem, _arch(), pass_) for pass_ in PASSES}
                 for backend in self._backends
             ]
             if any(None in each.values() for each in refusals):
-                case.expected = self._in_thread(self._suite.expect, draws)
+                case.expected = self._in_thread(f"{where}: oracle", self._suite.expect, draws)
             case.calls = [
-                _Calls(self._suite, backend, reasons, draws[0], self._run, self._pool)
+                _Calls(self._suite, backend, reasons, draws[0], self._run, self._pool, where)
                 for backend, reasons in zip(self._backends, refusals, strict=True)
             ]
         return self
@@ -249,27 +286,31 @@ class Check:
         self.wait()
         rows = []
         for case in self._cases:
-            draws, expected = self._draws(case), None
-            if case.expected is not None:
-                expected = _result_or_alone(case.expected, self._suite.expect, draws)
+            try:
+                draws = case.draws.result()
+            except Exception as error:
+                failure = f"no inputs: {_told(error)}"
+                rows += [
+                    Row(case.name, case.dtype.name, backend.name, pass_, failure=failure)
+                    for backend in self._backends
+                    for pass_ in PASSES
+                ]
+                continue
             for calls in case.calls:
-                rows += _measure(calls, case.name, case.dtype.name, draws, expected)
+                rows += _measure(calls, case.name, case.dtype.name, draws, case.expected)
         return ParityTable(tuple(rows), str(_arch()))
-
-    def _draws(self, case: _CaseUnderWay) -> list[Draw]:
-        return _result_or_alone(case.draws, self._draw, case.case, case.dtype)
 
     def _draw(self, case: Any, dtype: Any) -> list[Draw]:
         return [self._suite.draw(case, dtype, index) for index in range(case.draws)]
 
-    def _in_thread(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+    def _in_thread(self, what: str, fn: Callable[..., Any], *args: Any) -> Begun:
         device = jax.config.jax_default_device
 
         def call():
             with jax.default_device(device), automatic_axes.on_one_device():
                 return fn(*args)
 
-        return self._pool.submit(call)
+        return self._pool.begin(what, call)
 
 
 class _Calls:
@@ -282,11 +323,12 @@ class _Calls:
         refusals: Mapping[Pass, str | None],
         draw: Draw,
         run: Callable[[Callable[..., Any]], Callable[..., Any]],
-        pool: Executor,
+        pool: Compilers,
+        where: str,
     ):
         self.backend, self.refusals, self.programs = backend, refusals, 0
-        self.compiling: list[Future[Any]] = []
-        self._run, self._pool = run, pool
+        self.compiling: list[Begun] = []
+        self._run, self._pool, self._where = run, pool, f"{where}, {backend.name}"
         self.forward = self.backward = _never
         if None not in refusals.values():
             return
@@ -312,20 +354,35 @@ class _Calls:
             return functools.partial(_raise, error), None
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
         if self.backend.name in _COMPILED_ALONE:
-            compile_once = functools.cache(lowered.compile)
-            return lambda *args: compile_once()(*args), shapes
-        compiling = self._pool.submit(lowered.compile)
-        self.compiling.append(compiling)
-        compiled = functools.cache(lambda: _result_or_alone(compiling, lowered.compile))
+            compiled = _once(lowered.compile)
+        else:
+            compiling = self._pool.begin(f"{self._where}: compiling", lowered.compile)
+            self.compiling.append(compiling)
+            compiled = compiling.result
         return lambda *args: compiled()(*args), shapes
 
 
-def _result_or_alone(future: Future[Any], fn: Callable[..., Any], *args: Any) -> Any:
-    """What fails in a thread is done once more: beside many others a compiler may not be started, for one."""
-    try:
-        return future.result()
-    except Exception:
-        return fn(*args)
+def _once(fn: Callable[[], Any]) -> Callable[[], Any]:
+    """`functools.cache` that keeps an exception as well."""
+
+    @functools.cache
+    def ended() -> tuple[Any, Exception | None]:
+        try:
+            return fn(), None
+        except Exception as error:
+            return None, error
+
+    def result() -> Any:
+        value, error = ended()
+        if error is not None:
+            raise error
+        return value
+
+    return result
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _raise(error: Exception, *args: Any) -> Any:
@@ -368,7 +425,7 @@ def _dtypes(suite: Suite, case: str, given: Sequence[Any] | None) -> list[Any]:
     return [jnp.dtype(dtype) for dtype in given]
 
 
-def _measure(calls: _Calls, case: str, dtype: str, draws: list[Draw], expected: Expected | None) -> list[Row]:
+def _measure(calls: _Calls, case: str, dtype: str, draws: list[Draw], expected: Begun | None) -> list[Row]:
     name, refusals = calls.backend.name, calls.refusals
     rows = [Row(case, dtype, name, pass_, refusal=reason) for pass_, reason in refusals.items() if reason is not None]
     forward_of = functools.cache(lambda index: calls.forward(*draws[index].operands))
@@ -377,6 +434,11 @@ def _measure(calls: _Calls, case: str, dtype: str, draws: list[Draw], expected: 
         if refusals[pass_] is not None:
             continue
         assert expected is not None
+        try:
+            right: Expected = expected.result()
+        except Exception as error:
+            rows.append(Row(case, dtype, name, pass_, failure=f"no oracle: {_told(error)}"))
+            continue
         try:
             for index, draw in enumerate(draws):
                 returned = forward_of(index)
@@ -387,11 +449,10 @@ def _measure(calls: _Calls, case: str, dtype: str, draws: list[Draw], expected: 
                     answers[pass_].append(jax.device_get(draw.gradients(gradients)))
         except Exception as error:
             # A kernel that does not compile or crashes is a finding, and the others still want to be measured.
-            first_line = (str(error).splitlines() or [""])[0]
-            rows.append(Row(case, dtype, name, pass_, failure=f"raised {type(error).__name__}: {first_line}"))
+            rows.append(Row(case, dtype, name, pass_, failure=f"raised {_told(error)}"))
             continue
-        for quantity in getattr(expected.oracle[0], pass_):
-            verdict = _judge(answers[pass_], quantity, *expected.of(pass_, quantity))
+        for quantity in getattr(right.oracle[0], pass_):
+            verdict = _judge(answers[pass_], quantity, *right.of(pass_, quantity))
             rows.append(Row(case, dtype, name, pass_, quantity, verdict.error, verdict.limit, verdict.failure))
     return rows
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import wait
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -146,8 +148,8 @@ def test_cudnn_is_left_until_no_other_thread_uses_the_gpu():
             assert check.table().ok
 
 
-def test_what_fails_in_a_thread_is_done_once_more():
-    class Busy(ThreadPoolExecutor):
+def test_what_fails_in_a_thread_is_done_once_more(capsys):
+    class Busy(parity.Compilers):
         def submit(self, fn, /, *args, **kwargs):
             return super().submit(_fail)
 
@@ -160,6 +162,67 @@ def test_what_fails_in_a_thread_is_done_once_more():
         check = parity.Check("dot_product_attention", pool, ["xla"], {"small": SMALL["small"]}, ["bfloat16"])
         assert check.lower().table().ok
     assert len(failed) == 4  # inputs and answer, and two programs
+    where, after = "dot_product_attention, small", "done once more, alone, after RuntimeError: failed to launch"
+    assert [line.partition(" the compiler")[0] for line in capsys.readouterr().err.splitlines()] == [
+        f"{where}: inputs: {after}",
+        f"{where}: oracle: {after}",
+        *2 * [f"{where}, xla: compiling: {after}"],
+    ]
+
+
+def test_what_fails_is_done_once_more_when_the_other_threads_are_done():
+    def fail():
+        seen.append(ended.is_set())
+        raise RuntimeError("no memory")
+
+    def end_when_told():
+        told.wait(5)
+        ended.set()
+
+    seen, told, ended = [], threading.Event(), threading.Event()
+    with parity.compilers() as pool:
+        begun = pool.begin("this", fail)
+        pool.begin("another", end_when_told)
+        wait([begun.future])
+        threading.Timer(0.1, told.set).start()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no memory"):
+                begun.result()
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize(("stage", "missing"), [("expect", "oracle"), ("draw", "inputs")])
+def test_what_there_is_nothing_to_judge_by_fails_and_the_next_case_is_still_measured(monkeypatch, stage, missing):
+    suite = SUITES["gated_rms_norm"]
+    cases = {"wide": _parity_gated_norm.Case((7,), 16), "narrow": _parity_gated_norm.Case((7,), 8)}
+
+    def fail_on_the_wide_one(given, *args):
+        if (given.features if stage == "draw" else given[0].problem.features) == 16:
+            raise RuntimeError("INTERNAL: failed to launch ptxas\nlong tail")
+        return getattr(suite, stage)(given, *args)
+
+    monkeypatch.setitem(SUITES, suite.op, dataclasses.replace(suite, **{stage: fail_on_the_wide_one}))
+    table = check_parity(suite.op, backends=["xla"], cases=cases, dtypes=["bfloat16"])
+    assert [(row.case, row.pass_, row.failure) for row in table.failures] == [
+        ("wide", pass_, f"no {missing}: RuntimeError: INTERNAL: failed to launch ptxas") for pass_ in PASSES
+    ]
+    assert {row.quantity for row in table.rows if row.case == "narrow"} == {"out", "dy", "dz", "dweight"}
+
+
+def test_a_program_that_never_compiles_is_compiled_once_more_only(monkeypatch):
+    def fail(lowered):
+        compiled.append(lowered)
+        raise RuntimeError("out of registers")
+
+    compiled = []
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    for name, times in (("planted", 2), ("cudnn", 1)):
+        compiled.clear()
+        backend = dataclasses.replace(_planted(), name=name)
+        table = check_parity(backends=[backend], cases={"small": SMALL["small"]}, dtypes=["bfloat16"])
+        assert [row.failure for row in table.rows] == 2 * ["raised RuntimeError: out of registers"]
+        forward = compiled[0]
+        assert sum(lowered is forward for lowered in compiled) == times
 
 
 def test_json_holds_what_the_table_holds():
