@@ -55,12 +55,13 @@ class Call:
         }
         optional = {
             "D": shape(self.heads, dtype=jnp.float32),
+            "D of each channel": shape(self.heads, self.head_dim, dtype=jnp.float32),
             "z": shape(*rows, self.head_dim),
             "dt_bias": shape(self.heads, dtype=jnp.float32),
             "initial_state": shape(batch, self.heads, self.head_dim, self.state_dim, dtype=jnp.float32),
             "segment_ids": shape(batch, self.length, dtype=jnp.int32),
         }
-        operands |= {name: optional[name] for name in self.options}
+        operands |= {name.removesuffix(" of each channel"): optional[name] for name in self.options}
         state = shape(batch, self.heads, self.head_dim, self.state_dim, dtype=jnp.float32)
         cotangents = (shape(*rows, self.head_dim), state)
         return Compilation(blackwell_ssd_functions.scan_and_gradients, (operands, cotangents))
@@ -68,7 +69,11 @@ class Call:
 
 KERNELS = {"ssd_forward", "ssd_states", "ssd_backward_columns", "ssd_backward_rows"}
 EVERYTHING = ("D", "z", "dt_bias", "initial_state", "segment_ids")
-LEAN = {"P64 N128, everything": Call(options=EVERYTHING)}
+LEAN = {
+    "P64 N128, everything": Call(options=EVERYTHING),
+    # Fewer channels to sum over than a swizzled tile of a state would have columns.
+    **{f"P32 N{state_dim}, one head": Call(heads=1, head_dim=32, state_dim=state_dim) for state_dim in (64, 128)},
+}
 REST = {
     # The first with several units for each block of the backward, the other with one.
     **{
@@ -79,7 +84,14 @@ REST = {
             "three heads, odd length": Call(heads=3, length=1001),
         }.items()
     },
-    **{f"P64 N128, four heads, {option}": Call(heads=4, batch=16, options=(option,)) for option in EVERYTHING},
+    **{
+        f"P{head_dim} N128, four heads, {option}": Call(heads=4, batch=16, head_dim=head_dim, options=(option,))
+        for head_dim, option in [
+            *((64, option) for option in (*EVERYTHING, "D of each channel")),
+            (32, "D"),
+            (128, "D"),
+        ]
+    },
     "P64 N128": Call(),
     "P64 N64": Call(state_dim=64),
     "P64 N128, a group for each head": Call(heads=3, groups=3, options=EVERYTHING),

@@ -49,6 +49,7 @@ CASES = {
     "heads of 128, a state of 128": _case(length=200, heads=1, head_dim=128, state_dim=128, initial_state=True),
     "a group for each head": _case(length=140, heads=3, groups=3, head_dim=64, state_dim=32),
     "one head of 32 a block, a state of 96": _case(length=140, heads=3, state_dim=96),
+    "heads of 32, a state of 128": _case(length=140, state_dim=128, initial_state=True),
     "gate, D for each head": _case(length=140, heads=5, D="head", z=True),
     "extreme steps": _case(length=260, dt="extreme", segments="rows", initial_state=True),
     "forgetting slowly": _case(length=260, A="near 0", initial_state=True),

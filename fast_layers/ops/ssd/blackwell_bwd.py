@@ -54,6 +54,7 @@ Source: Dao and Gu, "Transformers are SSMs" (2024).
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from typing import Any, Literal, NamedTuple
 
@@ -109,9 +110,9 @@ EVENTS = (
 )
 EVENTS_OF_PAIRS = ("pairs_consumed", "passing_ready", "d_scores_ready")
 PAIR_COLUMNS = 16
+"""Of a pair warpgroup's that go through registers at a time, beside half a tile that stays there."""
 MOST_LOG2_DECAY = 64.0
 """So that a product of two numbers and of it is finite."""
-"""Of a pair warpgroup's that go through registers at a time, beside half a tile that stays there."""
 
 
 class BackwardOperands(NamedTuple):
@@ -547,7 +548,8 @@ def _launch(way: Way, tiles: BlackwellBackwardTiles, p: Problem, operands: Backw
         "own_slot": smem_tile(ROWS, state_dim, dtype=p.dtype),
         "value_slots": smem_tile(ring, ROWS, channels, dtype=p.dtype, columns=columns_of_part),
         "others_slots": smem_tile(ring, ROWS, channels, dtype=p.dtype, columns=columns_of_part),
-        "state_slots": smem_tile(ring, channels, state_dim, dtype=p.dtype),
+        # A product over channels takes no fewer of them than a swizzled tile of its other operand has columns.
+        "state_slots": smem_tile(ring, channels, state_dim, dtype=p.dtype, columns=math.gcd(state_dim, channels)),
         "factor_slots": plgpu.SMEM((ring, operands.factors.shape[3], ROWS), jnp.float32),
         "scaled_slot": smem_tile(ROWS, channels, dtype=p.dtype, columns=columns_of_part),
         "pairs": tensor_memory(ROWS),

@@ -156,15 +156,15 @@ class BlackwellBackwardTiles:
     @property
     def pair_registers(self) -> int:
         """Per thread, as the other two: what a block is launched with, dealt out anew in steps of 8."""
-        return 152
+        return 160
 
     @property
     def channel_registers(self) -> int:
-        return 136
+        return 128
 
     @property
     def multiply_registers(self) -> int:
-        return 72
+        return 64
 
     def tmem_columns(self, head_dim: int, state_dim: int) -> int:
         """Pairs, inter and sums; then of the kernel of columns scores, and weights in 16 bits, of that of rows what

@@ -39,7 +39,6 @@ from fast_layers.ops.ssd.blackwell_tile import COLUMNS, STAGED, by_channel, by_r
 from fast_layers.ops.ssd.hopper_call import ENTERING, LEAVING
 from fast_layers.ops.ssd.problem import Problem
 
-CARRY, SCALE, LOAD, MULTIPLY = range(4)
 FORWARDS, BACKWARDS = range(2)
 
 
@@ -87,8 +86,7 @@ def _launch(tiles: BlackwellStateTiles, p: Problem, operands: StateOperands) -> 
         def chunk_of(step):
             return lax.select(direction == FORWARDS, step, chunks - 1 - step)
 
-        @pl.when(warpgroup == LOAD)
-        def _load():
+        def take_loads():
             plgpu.set_max_registers(tiles.issue_registers, action="decrease")
             for way, sweep in enumerate(inputs.sweeps):
                 one = functools.partial(load, sweep, inputs.factors, s, chunk_of, example, unit)
@@ -97,21 +95,21 @@ def _launch(tiles: BlackwellStateTiles, p: Problem, operands: StateOperands) -> 
                 def _load_all(one=one):
                     lax.fori_loop(0, chunks, one, None)
 
-        @pl.when(warpgroup == MULTIPLY)
-        def _multiply():
+        def take_products():
             plgpu.set_max_registers(tiles.issue_registers, action="decrease")
             lax.fori_loop(0, chunks, functools.partial(multiply, s), None)
 
-        @pl.when(warpgroup == SCALE)
-        def _scale():
+        def take_scaling():
             plgpu.set_max_registers(tiles.compute_registers, action="increase")
             scale(s, lax.select(direction == FORWARDS, factors[LEAVING], factors[ENTERING]))
 
-        @pl.when(warpgroup == CARRY)
-        def _carry():
+        def take_state():
             plgpu.set_max_registers(tiles.compute_registers, action="increase")
             start, end = inputs.start.at[example, direction, unit], end_ref.at[example, direction, unit]
             carry(start, end, between_ref.at[example, :, direction, pl.ds(unit * panel, panel)], s, chunk_of)
+
+        # One choice, since who still asks for another role after its own keeps in registers what that role needs.
+        lax.switch(warpgroup, [take_loads, take_products, take_scaling, take_state])
 
     def load(sweep: Any, factors_ref, s: _Scratch, chunk_of, example, unit, step, _):
         slot, chunk = lax.rem(step, ring), chunk_of(step)
