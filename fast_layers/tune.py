@@ -1,14 +1,16 @@
 """`python -m fast_layers tune attention`: which tiles are fastest on the GPU at hand, written to the user's table.
 
 For each pass, depth, mask and length every legal shape of tiles is timed, and of the three fastest shapes all grids and
-orders. They are compiled in threads before any is timed. The fastest choice whose results also pass the parity suite's
-rule becomes an entry; `fast_layers.ops.attention.tuned` reads them. What stands in the table for other calls stays.
-About a minute for each combination, of which there are 54 by default, nearly all of it spent compiling; stderr tells
-what is being done.
+orders; the tiles of the built-in rule always, so that no entry is slower than it. They are compiled in threads before
+any is timed. The fastest choice whose results also pass the parity suite's rule becomes an entry;
+`fast_layers.ops.attention.tuned` reads them. The table is written after each pass, depth and mask; what stands in it
+for other calls stays. What fails is told and passed over, and the exit code is 1 then. About a minute for each
+combination, of which there are 54 by default, nearly all of it spent compiling; stderr tells what is being done.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import itertools
@@ -16,7 +18,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from fast_layers.ops.attention.config import (
     HopperDeepBackwardTiles,
     HopperForwardTiles,
 )
-from fast_layers.ops.attention.problem import Residuals
+from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import parity
 
 HIDDEN = 2048
@@ -80,22 +82,40 @@ def run(arguments: Any) -> int:
     if path is None:
         print(f"tune attention: {tuned.USER_TABLE} is empty, which means no user table; unset it or give --out")
         return 1
-    entries, lengths = [], sorted(set(a.lengths))
+    lengths = sorted(set(a.lengths))
     kinds = list(itertools.product(a.passes, a.depths, a.masks))
     _tell(f"{len(kinds) * len(lengths)} calls to tune: about {len(kinds) * len(lengths) * _MINUTES_EACH} minutes")
+    failed, made, held = Failures(), 0, 0
     for pass_, depth, mask in kinds:
-        entries += tune_kind(pass_, depth, mask, lengths, a.tokens)
-    written = _merged(path, entries)
+        entries = tune_kind(pass_, depth, mask, lengths, a.tokens, failed)
+        made, held = made + len(entries), _write(path, arch.name, entries)
+    print(f"{made} entries written to {path}, which holds {held}; {failed.count} failures")
+    return 1 if failed.count else 0
+
+
+@dataclasses.dataclass
+class Failures:
+    """Counted for the exit code."""
+
+    count: int = 0
+
+    def raised(self, where: object, error: Exception) -> None:
+        self.count += 1
+        print(f"  {where}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+
+
+def _write(path: Path, device: str, entries: list[tuned.Entry]) -> int:
+    """How many the table holds then."""
+    merged = _merged(path, entries)
     path.parent.mkdir(parents=True, exist_ok=True)
     origin = {
-        "device": arch.name,
+        "device": device,
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
         "command": "python -m fast_layers tune attention",
     }
-    path.write_text(tuned.dump(written, **origin))
-    print(f"{len(entries)} entries written to {path}, which holds {len(written)}")
-    return 0
+    path.write_text(tuned.dump(merged, **origin))
+    return len(merged)
 
 
 def _merged(path: Path, entries: list[tuned.Entry]) -> list[tuned.Entry]:
@@ -111,16 +131,23 @@ def _merged(path: Path, entries: list[tuned.Entry]) -> list[tuned.Entry]:
     return [*(entry for entry in earlier if entry.kind not in kinds), *entries]
 
 
-def tune_kind(pass_: str, depth: int, mask: str, lengths: list[int], tokens: int) -> list[tuned.Entry]:
+def tune_kind(
+    pass_: str, depth: int, mask: str, lengths: list[int], tokens: int, failed: Failures
+) -> list[tuned.Entry]:
     """Entries from short to long; neighbours with the same tiles are one."""
     entries: list[tuned.Entry] = []
     for length in lengths:
         where = f"{pass_}, depth {depth}, {mask}, length {length}"
-        with parity.compilers() as pool:
-            prepare = stopwatch(pass_, depth, mask, length, max(tokens // length, 1), pool)
-            timed = _times(list(candidates(pass_, depth, mask)), prepare, where)
+        call = pass_, depth, mask, length, max(tokens // length, 1)
+        try:
+            with parity.compilers() as pool:
+                prepare = stopwatch(*call, pool)
+                timed = _times([rule(*call), *candidates(pass_, depth, mask)], prepare, where, failed)
+        except Exception as error:
+            failed.raised(where, error)
+            continue
         _tell(f"{where}: comparing the fastest with the reference")
-        best = next(((tiles, ms) for tiles, ms in timed if agrees(pass_, depth, mask, tiles)), None)
+        best = next(((tiles, ms) for tiles, ms in timed if _works(pass_, depth, mask, tiles, failed)), None)
         if best is None:
             print(f"{where}: no tiles work; the rule stays")
             continue
@@ -138,15 +165,23 @@ def _tell(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
-def _times(choices: Sequence[tuned.Tiles], prepare: Prepare, where: str) -> list[tuple[tuned.Tiles, float]]:
-    """(tiles, milliseconds), the fastest first: one choice of each shape, and all of the fastest shapes."""
-    groups: dict[Any, list[tuned.Tiles]] = {}
-    for tiles in choices:
-        groups.setdefault(_shape(tiles), []).append(tiles)
-    timed = _time_all([group[0] for group in groups.values()], prepare, f"{where}: shapes")
+def _times(
+    choices: Iterable[tuned.Tiles], prepare: Prepare, where: str, failed: Failures
+) -> list[tuple[tuned.Tiles, float]]:
+    """(tiles, milliseconds), the fastest first: the first of each shape that works, and all of the fastest shapes."""
+    untimed: dict[Any, list[tuned.Tiles]] = {}
+    for tiles in dict.fromkeys(choices):
+        untimed.setdefault(_shape(tiles), []).append(tiles)
+    timed: dict[tuned.Tiles, float] = {}
+    while True:
+        known = set(map(_shape, timed))
+        firsts = [group.pop(0) for shape, group in untimed.items() if group and shape not in known]
+        if not firsts:
+            break
+        timed |= _time_all(firsts, prepare, f"{where}: shapes", failed)
     best = sorted(timed, key=timed.__getitem__)[:_BEST_SHAPES]
-    others = [tiles for first in best for tiles in groups[_shape(first)][1:]]
-    timed |= _time_all(others, prepare, f"{where}: grids and orders of the fastest")
+    others = [tiles for first in best for tiles in untimed[_shape(first)]]
+    timed |= _time_all(others, prepare, f"{where}: grids and orders of the fastest", failed)
     return sorted(timed.items(), key=lambda pair: pair[1])
 
 
@@ -154,20 +189,25 @@ def _shape(tiles: tuned.Tiles) -> tuple[int, ...]:
     return tuple(getattr(tiles, name) for name in _SHAPES[type(tiles)])
 
 
-def _time_all(choices: Sequence[tuned.Tiles], prepare: Prepare, where: str) -> dict[tuned.Tiles, float]:
+def _time_all(
+    choices: Sequence[tuned.Tiles], prepare: Prepare, where: str, failed: Failures
+) -> dict[tuned.Tiles, float]:
     if not choices:
         return {}
     _tell(f"{where}, compiling {len(choices)}")
-    prepared = {tiles: prepare(tiles) for tiles in choices}
-    futures.wait(prepared.values())
-    _tell(f"{where}, timing")
-    timed = {}
-    for tiles, ready in prepared.items():
+    begun, timed = {}, {}
+    for tiles in choices:
         try:
-            timed[tiles] = ready.result()()
-        except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-            # One choice that does not compile or run leaves the others.
-            print(f"  {tiles}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            begun[tiles] = prepare(tiles)
+        except Exception as error:
+            failed.raised(tiles, error)
+    futures.wait([compiling.future for compiling in begun.values()])
+    _tell(f"{where}, timing")
+    for tiles, compiling in begun.items():
+        try:
+            timed[tiles] = compiling.result()()
+        except Exception as error:
+            failed.raised(tiles, error)
     return timed
 
 
@@ -192,20 +232,38 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
     return (tiles for tiles in made if tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES)
 
 
-Prepare = Callable[[tuned.Tiles], futures.Future[Callable[[], float]]]
-"""Starts to compile; what comes of it times one call, in milliseconds."""
+Prepare = Callable[[tuned.Tiles], parity.Begun]
+"""Traces, and starts to compile; what comes of it times one call, in milliseconds."""
 
 
-def stopwatch(pass_: str, depth: int, mask: str, length: int, batch: int, pool: futures.Executor) -> Prepare:
+def rule(pass_: str, depth: int, mask: str, length: int, batch: int) -> tuned.Tiles:
+    """What such a call takes if no table has it."""
+
+    def call(*arrays: jax.Array) -> None:
+        problems.append(_call(mask, *arrays)[0])
+
+    problems: list[Problem] = []
+    jax.eval_shape(call, *3 * [jax.ShapeDtypeStruct(_shape_of_arrays(depth, length, batch), jnp.bfloat16)])
+    return tuned.tiles_class(pass_, depth, depth).of(problems[0])
+
+
+def _shape_of_arrays(depth: int, length: int, batch: int) -> tuple[int, ...]:
+    return batch, length, max(HIDDEN // depth, 1), depth
+
+
+def _call(mask: str, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[Problem, Inputs, Aux]:
+    window = (WINDOW - 1, 0) if mask == "window" else None
+    inputs, aux, options, _ = api._prepare(query, key, value, is_causal=mask == "causal", local_window_size=window)
+    return options.problem(inputs, aux), inputs, aux
+
+
+def stopwatch(pass_: str, depth: int, mask: str, length: int, batch: int, pool: parity.Compilers) -> Prepare:
     """On random normal inputs in bfloat16."""
-    shape = (batch, length, max(HIDDEN // depth, 1), depth)
+    shape = _shape_of_arrays(depth, length, batch)
     query, key, value, d_out = (
         jax.random.normal(k, shape, jnp.bfloat16) for k in jax.random.split(jax.random.key(0), 4)
     )
-    window = (WINDOW - 1, 0) if mask == "window" else None
-    inputs, aux, options, _ = api._prepare(query, key, value, is_causal=mask == "causal", local_window_size=window)
-    problem = options.problem(inputs, aux)
-
+    problem, inputs, aux = _call(mask, query, key, value)
     args: tuple[Any, ...] = (inputs,)
     if pass_ == "backward":
         from fast_layers.ops.attention import hopper_fwd
@@ -213,7 +271,7 @@ def stopwatch(pass_: str, depth: int, mask: str, length: int, batch: int, pool: 
         out, lse = jax.jit(lambda inputs: hopper_fwd.attend(problem, inputs, aux))(inputs)
         args = Residuals(inputs, aux, out, lse), d_out
 
-    def prepare(tiles: Any) -> futures.Future[Callable[[], float]]:
+    def prepare(tiles: Any) -> parity.Begun:
         run = with_tiles(pass_, tiles)
 
         def forward(inputs):
@@ -223,24 +281,10 @@ def stopwatch(pass_: str, depth: int, mask: str, length: int, batch: int, pool: 
             return run(problem, residuals, d_out, jnp.zeros_like(residuals.lse))
 
         # Tracing holds the interpreter's lock, so that a thread would not help it; compiling does not.
-        lowered, failure = _lower(forward if pass_ == "forward" else backward, args)
-
-        def compiled() -> Callable[[], float]:
-            if failure is not None:
-                raise failure
-            assert lowered is not None
-            return functools.partial(_milliseconds, lowered.compile(), *args)
-
-        return pool.submit(compiled)
+        lowered = jax.jit(forward if pass_ == "forward" else backward).lower(*args)
+        return pool.begin(f"{tiles}: compiling", lambda: functools.partial(_milliseconds, lowered.compile(), *args))
 
     return prepare
-
-
-def _lower(call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
-    try:
-        return jax.jit(call).lower(*args), None
-    except Exception as error:
-        return None, error
 
 
 def with_tiles(pass_: str, tiles: Any) -> Callable[..., Any]:
@@ -272,6 +316,16 @@ def _milliseconds(call: Callable[..., Any], *args: Any) -> float:
     seconds(1)
     calls = min(max(math.ceil(_SECONDS_PER_RUN / seconds(1)), 1), _MOST_CALLS)
     return 1e3 * statistics.median(seconds(calls) / calls for _ in range(_RUNS))
+
+
+def _works(pass_: str, depth: int, mask: str, tiles: Any, failed: Failures) -> bool:
+    try:
+        right = agrees(pass_, depth, mask, tiles)
+    except Exception as error:
+        failed.raised(tiles, error)
+        return False
+    failed.count += not right
+    return right
 
 
 def agrees(pass_: str, depth: int, mask: str, tiles: Any) -> bool:

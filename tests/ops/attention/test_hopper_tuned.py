@@ -207,22 +207,19 @@ def test_what_is_timed_has_the_mask_that_it_is_filed_under(monkeypatch):
     assert [tuned.mask_kind(problem) for problem in problems] == list(tune.MASKS)
 
 
-def test_a_choice_that_cannot_be_traced_fails_where_it_is_timed(monkeypatch):
-    def run(*_):
-        raise NotImplementedError("no such layout")
-
-    monkeypatch.setattr(tune, "with_tiles", lambda *_: run)
-    with parity.compilers() as pool:
-        ready = tune.stopwatch("forward", 64, "full", 64, 1, pool)(MINE)
-        with pytest.raises(NotImplementedError, match="no such layout"):
-            ready.result()
+def test_the_rules_tiles_are_of_what_is_timed():
+    by_rule = {mask: tune.rule("backward", 64, mask, 16384, 1) for mask in tune.MASKS}
+    assert by_rule == {
+        mask: HopperBackwardTiles.of(_problem(16384, 64, heads=32, **options)) for mask, options in OPTIONS.items()
+    }
+    assert len(set(by_rule.values())) > 1
 
 
 def _stopwatch(milliseconds):
     """As `tune.stopwatch`, of (length, tiles)."""
 
     def stopwatch(pass_, depth, mask, length, batch, pool):
-        return lambda tiles: pool.submit(lambda: lambda: milliseconds(length, tiles))
+        return lambda tiles: pool.begin("tiles", lambda: lambda: milliseconds(length, tiles))
 
     return stopwatch
 
@@ -262,7 +259,7 @@ class TestTune:
             return abs(tiles.stages - (2 if length < 4096 else 3)) + dataclasses.astuple(tiles)[1]
 
         monkeypatch.setattr(tune, "stopwatch", _stopwatch(milliseconds))
-        entries = tune.tune_kind("forward", 64, "full", [512, 1024, 4096, 8192], 8192)
+        entries = tune.tune_kind("forward", 64, "full", [512, 1024, 4096, 8192], 8192, tune.Failures())
         assert [(entry.longest, entry.tiles.stages) for entry in entries] == [(1024, 2), (None, 3)]
 
     def test_times_grids_and_orders_of_the_fastest_shapes_only(self, monkeypatch):
@@ -273,7 +270,7 @@ class TestTune:
             return tiles.stages + tiles.kv_tile + tiles.compute_wgs - 0.1 * tiles.own_spans
 
         monkeypatch.setattr(tune, "stopwatch", _stopwatch(milliseconds))
-        (entry,) = tune.tune_kind("forward", 64, "causal", [512], 512)
+        (entry,) = tune.tune_kind("forward", 64, "causal", [512], 512, tune.Failures())
         assert entry.tiles.own_spans
         assert (entry.tiles.compute_wgs, entry.tiles.kv_tile, entry.tiles.stages) == (2, 64, 2)
         made = list(tune.candidates("forward", 64, "causal"))
@@ -290,9 +287,58 @@ class TestTune:
 
         monkeypatch.setattr(tune, "stopwatch", _stopwatch(milliseconds))
         monkeypatch.setattr(tune, "agrees", lambda pass_, depth, mask, tiles: tiles.q_tile == 64)
-        (entry,) = tune.tune_kind("backward", 64, "full", [512], 512)
+        failed = tune.Failures()
+        (entry,) = tune.tune_kind("backward", 64, "full", [512], 512, failed)
         assert entry.tiles == HopperBackwardTiles(64, stages=2)
         assert "no such kernel" in capsys.readouterr().out
+        assert failed.count > 0
+
+    def test_a_shape_is_judged_by_the_first_of_its_choices_that_works(self):
+        def milliseconds(length, tiles):
+            if tiles.blocks == 0:
+                raise ZeroDivisionError
+            return 1.0
+
+        failed, made = tune.Failures(), list(tune.candidates("backward", 64, "full"))
+        with parity.compilers() as pool:
+            prepare = _stopwatch(milliseconds)("backward", 64, "full", 512, 1, pool)
+            timed = tune._times(made, prepare, "here", failed)
+        assert {tune._shape(tiles) for tiles, _ in timed} == {tune._shape(tiles) for tiles in made}
+        assert failed.count == len(timed) == len(made) / 2
+
+    def test_the_rules_tiles_are_timed_though_their_shape_is_slow_in_its_plain_form(self, monkeypatch):
+        rule = tune.rule("forward", 64, "full", 4096, 4)
+        assert rule != next(t for t in tune.candidates("forward", 64, "full") if tune._shape(t) == tune._shape(rule))
+
+        def milliseconds(length, tiles):
+            return 1 if tiles == rule else 3 if tune._shape(tiles) == tune._shape(rule) else 2
+
+        monkeypatch.setattr(tune, "stopwatch", _stopwatch(milliseconds))
+        (entry,) = tune.tune_kind("forward", 64, "full", [4096], 16384, tune.Failures())
+        assert entry.tiles == rule
+
+    def test_what_was_tuned_before_something_broke_is_written(self, monkeypatch, user_file, capsys):
+        def stopwatch(pass_, depth, mask, *args):
+            if mask == "window":
+                held.append(len(tuned.parse(user_file.read_text())))
+                raise MemoryError("no room for the inputs")
+            return well(pass_, depth, mask, *args)
+
+        def agrees(pass_, depth, mask, tiles):
+            if mask == "causal":
+                raise OSError("no oracle")
+            return True
+
+        held, well = [], tune.stopwatch
+        monkeypatch.setattr(tune, "stopwatch", stopwatch)
+        monkeypatch.setattr(tune, "agrees", agrees)
+        command = ["tune", "attention", "--depths", "64", "--passes", "backward", "--lengths", "512", "--masks"]
+        assert main([*command, "full"]) == 0
+        assert main([*command, "full", "causal", "window"]) == 1
+        assert held == [1]
+        said = capsys.readouterr().out
+        assert "no tiles work; the rule stays" in said
+        assert "backward, depth 64, window, length 512: MemoryError: no room for the inputs" in said
 
     def test_needs_a_hopper_gpu(self, monkeypatch, capsys, user_file):
         monkeypatch.setattr(tune, "lowering_targets", lambda: (Arch("cpu"),))
