@@ -156,7 +156,7 @@ class BlackwellBackwardTiles:
     @property
     def pair_registers(self) -> int:
         """Per thread, as the other two: what a block is launched with, dealt out anew in steps of 8."""
-        return 160
+        return 152
 
     @property
     def channel_registers(self) -> int:
@@ -164,7 +164,7 @@ class BlackwellBackwardTiles:
 
     @property
     def multiply_registers(self) -> int:
-        return 64
+        return 80
 
     def tmem_columns(self, head_dim: int, state_dim: int) -> int:
         """Pairs, inter and sums; then of the kernel of columns scores, and weights in 16 bits, of that of rows what
