@@ -191,8 +191,7 @@ def examine(*, by_name: bool = False) -> Report:
         for op in sorted(checks, key=_TAKES_LONGEST.__ne__):
             say(f"checking {op}: {checks[op].begin()}")
         for op, check in checks.items():
-            check.wait()
-            say(f"compiled {op}")
+            say(f"compiled {op}{check.wait()}")
         ops = []
         for op, check in checks.items():
             ops.append(check.finish())
@@ -214,8 +213,11 @@ class _Examination:
         names = ", ".join(backend.name for backend in self._asked)
         return f"{names}; {self._check.lower().programs} programs"
 
-    def wait(self) -> None:
+    def wait(self) -> str:
+        """What is compiled later, in words."""
         self._check.wait()
+        later = self._check.left_for_later
+        return f", all but {later} of its programs, which wait until they run" if later else ""
 
     def finish(self) -> OpReport:
         table = self._check.table()

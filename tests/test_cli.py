@@ -134,13 +134,17 @@ def test_exit_code_1_for_a_wrong_kernel(capsys, plant):
     assert [backend["name"] for backend in data["backends"] if not backend["parity"]["ok"]] == ["planted"]
 
 
-def test_exit_code_1_for_a_kernel_that_breaks_down(capsys, plant):
+def test_exit_code_1_for_a_kernel_that_breaks_down(capsys, plant, monkeypatch):
     def explode(*_):
         raise RuntimeError("ptxas exploded")
 
     plant(bwd=explode)
+    monkeypatch.setattr(parity, "_COMPILED_ALONE", ("planted",))
     assert main(["doctor"]) == 1
-    assert "raised RuntimeError: ptxas exploded" in capsys.readouterr().out
+    text, progress = capsys.readouterr()
+    assert "raised RuntimeError: ptxas exploded" in text
+    assert "compiled dot_product_attention, all but 1 of its programs, which wait until they run\n" in progress
+    assert "compiled mlp\n" in progress
 
 
 def test_exit_code_1_and_a_whole_screen_where_an_oracle_breaks_down(capsys, monkeypatch):

@@ -133,8 +133,9 @@ CASES: Mapping[str, Case] = {
 }
 """The whole table, by name: what a backend must either compute within the limit or refuse with a reason."""
 
-QUICK = ("length 129", "grouped heads d128", "documents", "causal d256")
-"""Each depth, ragged ends, heads in groups and rows with keys of their own, for `python -m fast_layers doctor`."""
+QUICK = ("length 129", "grouped heads d128", "documents", "causal d256", "full d128")
+"""Each depth, ragged ends, heads in groups, rows with keys of their own, and no mask, where blocks of the Hopper kernel
+work in pairs; for `python -m fast_layers doctor`."""
 
 _ALSO_FLOAT16 = frozenset(
     {"causal d64", "full d128", "causal d256", "length 129", "window", "both lengths", "dense bias", "lse gradient"}

@@ -232,8 +232,11 @@ class Check:
     """`check_parity` in steps, so that several ops can be under way; each step inside `on_one_device`.
 
     Made, it has the inputs drawn; `lower` traces the backends' programs, and leaves compiling them, the oracle and the
-    yardsticks to `pool`; `wait` is for these; `table` runs the programs, when `pool` has nothing left to do. Traced is
-    in the caller's thread, so that contexts of his hold.
+    yardsticks to `pool`; `wait` is for these; `table` runs the programs, when `pool` has nothing left to do.
+
+    The backends are traced in the caller's thread, so that the caller's contexts hold for them. Inputs, oracle and
+    yardsticks are made in threads, which take over the default device and no other context: neither
+    `jax.default_matmul_precision` nor an abstract mesh.
     """
 
     def __init__(
@@ -259,6 +262,11 @@ class Check:
     def programs(self) -> int:
         """That are compiled for the backends, once they are lowered."""
         return sum(calls.programs for case in self._cases for calls in case.calls)
+
+    @property
+    def left_for_later(self) -> int:
+        """Those of `programs` that `table` compiles, each before it runs."""
+        return sum(calls.left_for_later for case in self._cases for calls in case.calls)
 
     def lower(self) -> Check:
         for case in self._cases:
@@ -326,7 +334,8 @@ class _Calls:
         pool: Compilers,
         where: str,
     ):
-        self.backend, self.refusals, self.programs = backend, refusals, 0
+        self.backend, self.refusals = backend, refusals
+        self.programs = self.left_for_later = 0
         self.compiling: list[Begun] = []
         self._run, self._pool, self._where = run, pool, f"{where}, {backend.name}"
         self.forward = self.backward = _never
@@ -354,6 +363,7 @@ class _Calls:
             return functools.partial(_raise, error), None
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
         if self.backend.name in _COMPILED_ALONE:
+            self.left_for_later += 1
             compiled = _once(lowered.compile)
         else:
             compiling = self._pool.begin(f"{self._where}: compiling", lowered.compile)

@@ -16,6 +16,7 @@ import pytest
 from fast_layers.arch import Arch
 from fast_layers.dispatch import PASSES, Backend
 from fast_layers.ops.attention import api, xla
+from fast_layers.ops.attention.config import HopperForwardTiles
 from fast_layers.ops.mlp import xla as mlp_xla
 from fast_layers.ops.mlp.activations import ACTIVATIONS
 from fast_layers.testing import (
@@ -140,11 +141,11 @@ def test_a_breakdown_is_a_failure_and_the_next_backend_is_still_measured():
 def test_cudnn_is_left_until_no_other_thread_uses_the_gpu():
     with parity.compilers() as pool:
         small = {"small": SMALL["small"]}
-        for name, futures in (("planted", 4), ("cudnn", 2)):  # inputs and answer, and two programs
+        for name, futures, later in (("planted", 4, 0), ("cudnn", 2, 2)):  # inputs and answer, and two programs
             backend = dataclasses.replace(_planted(), name=name)
             check = parity.Check("dot_product_attention", pool, [backend], small, ["bfloat16"]).lower()
             assert [len(case.under_way) for case in check._cases] == [futures]
-            assert check.programs == 2
+            assert (check.programs, check.left_for_later) == (2, later)
             assert check.table().ok
 
 
@@ -268,6 +269,12 @@ def test_the_table_covers_what_it_should():
     assert ParityTable((), "nothing").ok
 
 
+def test_the_quick_cases_have_the_form_with_clusters_and_those_without():
+    problems = [SUITES["dot_product_attention"].draw(CASES[name], jnp.bfloat16, 0).problem for name in QUICK]
+    forms = [HopperForwardTiles.of(problem) for problem in problems]
+    assert {tiles.cluster for tiles in forms} == {1, 2}
+
+
 @pytest.mark.parametrize("name", QUICK[:2])
 def test_xla_is_within_the_limit_here(name):
     table = check_parity(backends=["xla"], cases=[name])
@@ -386,10 +393,11 @@ class TestStateSpaceOps:
         assert {1, 7, 65, 1000} <= {case.length for case in ssd}
 
     def test_the_hopper_scan_takes_what_doctor_asks(self):
-        """On an H200 it is judged although a call takes it only by name."""
+        """On an H200 it is judged although a call takes it only by name, in the sizes of Mamba-2 too."""
         suite, h200 = SUITES["ssd"], Arch("cuda", "NVIDIA H200", (9, 0))
         (hopper,) = (backend for backend in suite.backends() if backend.name == "hopper")
         problems = [suite.draw(suite.cases[name], jnp.bfloat16, 0).problem for name in suite.quick]
+        assert (64, 128) in {(problem.head_dim, problem.state_dim) for problem in problems}
         for problem in (suite.typical(), *problems):
             assert [hopper.supports(problem, h200, pass_) for pass_ in PASSES] == [None, None]
 
