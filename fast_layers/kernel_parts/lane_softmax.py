@@ -19,7 +19,10 @@ _COLUMNS = 8
 
 
 class LaneSoftmax(NamedTuple):
-    """Maximum (of scores times log2 e) and parts of the sum of what a row has seen; it sees some of the first piece."""
+    """Maximum (of scores times log2 e) and parts of the sum of what a row has seen.
+
+    The maximum starts at the least finite number: that row's weights are 0 whose scores are all -inf.
+    """
 
     row_max_log2: Float[Array, " R"]
     sums: Float[Array, "R 8"]
@@ -27,7 +30,7 @@ class LaneSoftmax(NamedTuple):
     @classmethod
     def start(cls, rows: int) -> LaneSoftmax:
         layout = plgpu.Layout.WGMMA
-        row_max = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), layout.reduce(1))
+        row_max = plgpu.layout_cast(jnp.full((rows,), jnp.finfo(jnp.float32).min), layout.reduce(1))
         return cls(row_max, plgpu.layout_cast(jnp.zeros((rows, _COLUMNS), jnp.float32), layout))
 
     def step(self, scores: Float[Array, "R S"], to_log2: float):

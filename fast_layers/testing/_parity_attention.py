@@ -85,6 +85,10 @@ CASES: Mapping[str, Case] = {
     "length 1000": _square(1000, is_causal=True),
     "length 1000 full": _square(1000, batch=1),
     "one query": Case(q_len=1, kv_len=1000),
+    "one query, grouped heads": Case(q_len=1, kv_len=1000, heads=8, kv_heads=2, qk_dim=80, v_dim=80),
+    "one query, grouped heads d128": Case(
+        q_len=1, kv_len=1000, heads=8, kv_heads=2, qk_dim=128, v_dim=128, key_lengths=(0, 900)
+    ),
     "7 queries, 129 keys": Case(q_len=7, kv_len=129),
     "causal, more keys": Case(q_len=129, kv_len=300, is_causal=True),
     "causal, more keys, bottom right": Case(q_len=129, kv_len=300, is_causal=True, q_offset="bottom_right"),

@@ -157,6 +157,10 @@ PERSISTENT_BACKWARD = {
         _square(384, heads=1, kv_heads=1, qk_dim=128, v_dim=128, is_causal=True),
         HopperBackwardTiles(64, ragged_apart=True, blocks=2),
     ),
+    "full, two panels": (
+        Case(batch=1, q_len=130, kv_len=260, heads=2, kv_heads=1, qk_dim=128, v_dim=128),
+        HopperBackwardTiles(64, blocks=1),
+    ),
     "grouped heads": (_square(260, heads=4, kv_heads=2, is_causal=True), HopperBackwardTiles(128, blocks=2)),
     "keys that nobody sees": (CASES["more keys"], HopperBackwardTiles(128, blocks=1)),
 }
@@ -437,7 +441,7 @@ PERSISTENT_BACKWARD_FAULTS = {
     # In the text, of the waits for a store's read: dQ, dK and dV, the last ones.
     "dQ overwritten by dV": (ONE_STEP, StandIn("read wait_smem_to_gmem #2"), "alias group"),
     "dK and dV overwritten": (ONE_STEP, StandIn("read wait_smem_to_gmem #1"), "alias group"),
-    "dK and dV not committed": (ONE_STEP, StandIn("commit_smem #3"), "write of SMEM"),
+    "dK and dV not committed": (ONE_STEP, StandIn("commit_smem #4"), "write of SMEM"),
 }
 
 # Six steps: two rounds of every ring.

@@ -173,8 +173,10 @@ class HopperForwardTiles:
         return inputs + out_bytes * self.q_tile * v_dim + (5 << 9)
 
     def has_room_for_one_query(self, problem: Problem) -> bool:
-        """For the heads of one query, which come through a slot of their own."""
+        """For the heads of one query, which come through the one slot of their own."""
         qk_dim = -(-problem.qk_dim // 16) * 16
+        if self.compute_wgs > 1 or self.q_slots > 1 or self.blocks:
+            return False
         return self.smem_bytes(qk_dim, problem.v_dim) + 2 * self.q_tile * qk_dim <= HOPPER_SMEM_BYTES
 
     @classmethod
@@ -203,7 +205,13 @@ class HopperForwardTiles:
         arrays = p.mask.interval_arrays or p.mask.segments
         alike = sees_all(p) and -(-p.q_len // self.q_tile) % 2 == 0
         known = p.mask.band is not None and not arrays
-        return dataclasses.replace(self, own_spans=self.own_spans and known, cluster=self.cluster if alike else 1)
+        alone = self.cluster == 2 and not alike
+        return dataclasses.replace(
+            self,
+            own_spans=self.own_spans and known,
+            cluster=1 if alone else self.cluster,
+            takes_turns=self.takes_turns or alone,
+        )
 
     @classmethod
     def _of_few_rows(cls, p: Problem) -> HopperForwardTiles:
