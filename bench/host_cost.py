@@ -131,15 +131,17 @@ def main() -> None:
         print(json.dumps(measure(*args.child)))
         return
     gpu = args.gpu or (HERE if timing.on_gpu() else "h200")
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    about = environment(
+        " ".join(["python -m bench host_cost", *sys.argv[1:]]),
+        datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
     found = []
     for depth, length, mask, layers in itertools.product(args.depths, args.lengths, args.masks, args.layers):
         found.append(measure_apart(depth, length, mask, layers, gpu, KERNELS.get(gpu[0]) if gpu != HERE else None))
         print(_line(found[-1]), flush=True)
-    if args.out:
-        command = " ".join(["python -m bench host_cost", *sys.argv[1:]])
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({**environment(command, date), "for": gpu, "rows": found}, indent=1) + "\n")
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps({**about, "for": gpu, "rows": found}, indent=1) + "\n")
     if any("failure" in row for row in found):
         raise SystemExit(1)
 
