@@ -187,6 +187,12 @@ def reproducible() -> bool:
     return _policy.value.reproducible
 
 
+def for_threads() -> Callable[[], Any]:
+    """Makes contexts in which other threads find what `use_backends` says here."""
+    policy = _policy.value
+    return lambda: _policy(policy)
+
+
 def plan(op: str, backends: Sequence[Backend], problem: Any, implementation: str | None) -> Plan:
     """Choose for both passes. Raises ValueError for an unknown name, and in strict mode for a fallback."""
     policy = _policy.value

@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fast_layers import dispatch
 from fast_layers.arch import lowering_targets
 from fast_layers.dispatch import PASSES, Backend, Pass
 from fast_layers.kernel_parts import automatic_axes
@@ -235,7 +236,7 @@ class Check:
     yardsticks to `pool`; `wait` is for these; `table` runs the programs, when `pool` has nothing left to do.
 
     The backends are traced in the caller's thread, so that the caller's contexts hold for them. Inputs, oracle and
-    yardsticks are made in threads, which take over the default device and no other context: neither
+    yardsticks are made in threads, which take over the default device and `use_backends`, nothing else: neither
     `jax.default_matmul_precision` nor an abstract mesh.
     """
 
@@ -312,10 +313,10 @@ class Check:
         return [self._suite.draw(case, dtype, index) for index in range(case.draws)]
 
     def _in_thread(self, what: str, fn: Callable[..., Any], *args: Any) -> Begun:
-        device = jax.config.jax_default_device
+        device, backends = jax.config.jax_default_device, dispatch.for_threads()
 
         def call():
-            with jax.default_device(device), automatic_axes.on_one_device():
+            with jax.default_device(device), automatic_axes.on_one_device(), backends():
                 return fn(*args)
 
         return self._pool.begin(what, call)

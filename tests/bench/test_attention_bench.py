@@ -308,7 +308,7 @@ def test_without_cupti_the_wall_clock_counts_and_the_reason_is_kept(gpu, monkeyp
 
 def test_the_package_says_which_benchmarks_there_are(monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench", "conv"])
-    with pytest.raises(SystemExit, match=r"attention \| decode.*got conv"):
+    with pytest.raises(SystemExit, match=r"attention \| compiled \| decode.*got conv"):
         bench_main.main()
 
 
