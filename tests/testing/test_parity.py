@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fast_layers
 from fast_layers.arch import Arch
 from fast_layers.dispatch import PASSES, Backend
 from fast_layers.ops.attention import api, xla
@@ -58,6 +59,17 @@ def _scale(name, factor):
 def _leak(grads, residuals):
     """0 * NaN, as a kernel does that multiplies by the weight of a masked key."""
     return grads._replace(query=grads.query + 0 * residuals.inputs.key.sum(1, keepdims=True))
+
+
+def test_draws_are_made_under_the_callers_use_backends():
+    """They are made in threads, and an op's problem holds what `use_backends` says."""
+    seen = []
+    backend = _planted(supports=lambda problem, arch, pass_: seen.append(problem.reproducible))
+    for reproducible in (False, True):
+        seen.clear()
+        with fast_layers.use_backends(reproducible=reproducible):
+            assert check_parity(backends=[backend], cases={"small": SMALL["small"]}).ok
+        assert set(seen) == {reproducible}
 
 
 FAULTS = {

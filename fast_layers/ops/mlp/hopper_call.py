@@ -24,14 +24,15 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
 
 _NARROWEST, _DECODED = 2048, 4096
 # Where an H200 was timed and no slower than XLA or Flax (bench/NOTES.md), by gate and pass: the fewest tokens, by the
-# width up to which that holds; above `_WIDEST_FROM` at that width alone.
+# width up to which that holds.
 _FEWEST_TOKENS: dict[tuple[bool, Pass], dict[int, int]] = {
     (False, "forward"): {2048: 512, 4096: 8192},
     (False, "backward"): {2048: 512, 4096: 8192},
-    (True, "forward"): {2048: 512, 4096: 8192, 8192: 8192},
+    (True, "forward"): {2048: 512, 4096: 8192},
     (True, "backward"): {2048: 512, 4096: 8192},
 }
-_WIDEST_FROM = 4096
+# The same of one width, in and out alone.
+_FEWEST_TOKENS_AT: dict[tuple[bool, Pass], dict[int, int]] = {(True, "forward"): {8192: 8192}}
 # The same of decoding steps, at width 4096, by gate.
 _FEW_TOKENS = {False: range(FEW_ROWS, FEW_ROWS + 1), True: range(1, FEW_ROWS + 1)}
 _BARE_SIZES = range(4096, 8192)
@@ -50,13 +51,13 @@ def by_name_only(problem: Problem, arch: Arch, pass_: Pass) -> str | None:
             return None
         return "has not been timed without a product down, or is no faster than XLA's where it was"
     widths = (p.in_features, p.out_features)
-    fewest_by_width = _FEWEST_TOKENS[p.gated, pass_]
+    fewest_by_width, fewest_at = _FEWEST_TOKENS[p.gated, pass_], _FEWEST_TOKENS_AT.get((p.gated, pass_), {})
     call = f"{pass_} {'with' if p.gated else 'without'} a gate"
     fewest = next((tokens for width, tokens in fewest_by_width.items() if max(widths) <= width), None)
-    between = max(widths) > _WIDEST_FROM and (min(widths) < max(widths) or max(widths) not in fewest_by_width)
-    if fewest is None or min(widths) < _NARROWEST or between:
-        wanted = f"{_NARROWEST} to {_WIDEST_FROM}"
-        wanted += "".join(f" and {width}" for width in fewest_by_width if width > _WIDEST_FROM)
+    if fewest is None and widths[0] == widths[1]:
+        fewest = fewest_at.get(widths[0])
+    if fewest is None or min(widths) < _NARROWEST:
+        wanted = " and ".join([f"{_NARROWEST} to {max(fewest_by_width)}", *map(str, fewest_at)])
         return (
             f"is no faster than XLA's {call} but at widths of {wanted}, or was not timed there, got {p.in_features} in "
             f"and {p.out_features} out"
