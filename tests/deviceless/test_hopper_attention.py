@@ -100,6 +100,8 @@ BATCHES = {
         "d64 causal, grouped": Call(kv_heads=4, qk_dim=64, options=CAUSAL),
         "d64 any order": Call(qk_dim=64, options=CAUSAL | ANY_ORDER),
         "d128 full, short": Call(2048),
+        "d128 full, odd length": Call(2047),
+        "d128 full, softcap": Call(options=SOFTCAP),
         "d128 any order": Call(options=CAUSAL | ANY_ORDER),
     },
     "per score": {
@@ -136,6 +138,8 @@ SPILLS = {
     "d80 causal, odd length": (32, 80),
     "d128 full, short": (0, 100),
     "d128 full": (0, 100),
+    "d128 full, odd length": (0, 145),
+    "d128 full, softcap": (16, 200),
     "d128 causal": (72, 290),
     "d128 causal, grouped": (72, 252),
     "d128 any order": (72, 320),

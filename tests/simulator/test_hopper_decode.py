@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import some_each_run
 
 from fast_layers import masks as M
 from fast_layers.ops.attention import api, hopper_fwd, packed_heads, reference, split_kv
 from fast_layers.ops.attention.config import HopperForwardTiles, packs_heads
 from fast_layers.testing import simulate
+from simulator.attention import StandIn, changed
 
 pytestmark = pytest.mark.simulator
 
@@ -148,6 +150,23 @@ def test_what_a_broken_key_breaks():
         out, _ = simulate(lambda inputs: hopper_fwd.attend(problem, inputs, aux, tiles), broken).check()
         assert bool(jnp.isnan(out).all()) is reaches
         assert bool(jnp.isnan(out).any()) is reaches
+
+
+# What is left out, and of what the slot for one query's heads is then told.
+ONE_QUERY_FAULTS = {"not awaited": ("barrier_wait q_ready", "read of SMEM"), "not committed": ("commit_smem #1", "SMEM")}
+
+
+@pytest.mark.parametrize("fault", some_each_run(ONE_QUERY_FAULTS, {"not committed"}))
+def test_planted_fault_of_the_slot_for_one_query_is_found(fault):
+    event, access = ONE_QUERY_FAULTS[fault]
+    problem, inputs, aux = Case(kv_len=128).prepare()
+    stand_in = StandIn(event)
+    with changed(hopper_fwd, stand_in):
+        tiles = HopperForwardTiles(1, 64, takes_turns=False)
+        sim = simulate(lambda inputs: hopper_fwd.attend(problem, inputs, aux, tiles), inputs, timeout=20.0)
+    assert "one_query" in stand_in.scratch
+    assert stand_in.hits > 0, "the kernel has no such event any more"
+    assert any(access in race for race in sim.races), sim.report()
 
 
 @pytest.mark.parametrize("parts", [1, 3, 8, 19])
