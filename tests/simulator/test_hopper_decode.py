@@ -153,7 +153,10 @@ def test_what_a_broken_key_breaks():
 
 
 # What is left out, and of what the slot for one query's heads is then told.
-ONE_QUERY_FAULTS = {"not awaited": ("barrier_wait q_ready", "read of SMEM"), "not committed": ("commit_smem #1", "SMEM")}
+ONE_QUERY_FAULTS = {
+    "not awaited": ("barrier_wait q_ready", "read of SMEM"),
+    "not committed": ("commit_smem #1", "SMEM"),
+}
 
 
 @pytest.mark.parametrize("fault", some_each_run(ONE_QUERY_FAULTS, {"not committed"}))
