@@ -3,8 +3,9 @@
     python -m bench compiled ssd --gpus b200 --out bench/results/deviceless/blackwell_ssd_b200.json
 
 The calls are those of tests/deviceless/test_blackwell_*.py, which go over every choice of tiles. For each of their
-kernels and each GPU: registers (live, and those that its roles are given), bytes spilled, bytes of shared memory and
-columns of tensor memory. Fails where anything is spilled or exceeds a block's memory.
+kernels and each GPU: registers (live, and those that its roles are given), bytes spilled, bytes of shared memory,
+columns of tensor memory, and how often the instructions that bound its speed stand in it. Fails where anything is
+spilled or exceeds a block's memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from fast_layers.testing import Compilation, CompileReport, compile_all_for
 
 GPUS = ("b200", "b300")
 OPS = ("attention", "mlp", "ssd")
+COUNTED = (
+    *("UTCHMMA", "UTCQMMA", "MUFU", "FFMA", "FFMA2", "FMUL", "FMUL2", "FADD", "FADD2", "FMNMX", "FMNMX3", "F2FP"),
+    *("LDTM", "STTM", "LDS", "LDSM", "STS", "STSM", "UTMALDG", "UTMASTG", "UTMAREDG"),
+)
+"""Products of 16 and of 8 bits, arithmetic on scores, then tensor memory, shared memory and TMA."""
 
 
 def calls_of(op: str) -> dict[str, Compilation]:
@@ -67,6 +73,7 @@ def rows_of(report: CompileReport, **what: Any) -> Iterator[dict[str, Any]]:
             "smem_bytes": kernel.smem_bytes,
             "tmem_columns": kernel.tmem_columns,
             "instructions": kernel.total_instructions,
+            "counts": {name: kernel.instructions[name] for name in COUNTED if name in kernel.instructions},
             "fault": "; ".join(faults) or None,
         }
 

@@ -12,7 +12,7 @@ from bench import __main__ as bench_main
 from bench import compiled
 from fast_layers.testing.deviceless import CompileReport, KernelReport
 
-KERNEL = KernelReport("good", 128, 100, (72, 136, 152), 0, 0, (), 200_000, 512, {"UTCHMMA": 4})
+KERNEL = KernelReport("good", 128, 100, (72, 136, 152), 0, 0, (), 200_000, 512, {"UTCHMMA": 4, "BRA": 9})
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,7 @@ def test_faults_of_a_kernel(change, fault):
     (row,) = compiled.rows_of(CompileReport("b300", (dataclasses.replace(KERNEL, **change),)), op="ssd", call="some")
     assert row["fault"] is None if fault is None else fault in row["fault"]
     assert (row["gpu"], row["call"], row["kernel"]) == ("b300", "some", "good")
+    assert row["counts"] == ({} if "instructions" in change else {"UTCHMMA": 4})
 
 
 @pytest.mark.parametrize("report", [CompileReport("b200", failure="no room"), CompileReport("b200")])
