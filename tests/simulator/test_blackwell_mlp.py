@@ -17,9 +17,9 @@ from simulator.mlp import BlackwellSlip, Launch, changed, check, check_op, run
 pytestmark = pytest.mark.simulator
 
 ALONE = BlackwellMatmulTiles(64, stages=2, collective=False, pieces=1)
-ONE_WG = dataclasses.replace(ALONE, epilogue_wgs=1, pieces=2)
+ONE_WG = dataclasses.replace(ALONE, epilogue_wgs=1, pieces=2, row_group=1)
 PAIR = BlackwellMatmulTiles(128, stages=2)
-PAIR_OF_TWO = BlackwellMatmulTiles(64, stages=2, pieces=1)
+PAIR_OF_TWO = BlackwellMatmulTiles(64, stages=2, pieces=1, row_group=1)
 GATED = (True, False)
 
 # Sizes with tails in every dimension, and more steps than three rounds of the ring.

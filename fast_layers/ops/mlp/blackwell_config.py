@@ -36,7 +36,7 @@ class BlackwellMatmulTiles:
     `columns` of each product; `stages` slots for operands, each 128 bytes deep; `collective`: two blocks of a cluster
     multiply together, each with half of the rows of one tile and half of what stands on the right; `epilogue_wgs`
     warpgroups, which share the columns; they take `piece` columns at a time, and have `pieces` reads and writes under
-    way; `row_group` tiles of rows that are gone through side by side, for the sake of L2.
+    way; `row_group` tiles of rows that are gone through side by side, for the sake of L2, and the next ones backwards.
     """
 
     columns: int

@@ -103,6 +103,9 @@ def _launch(tiles: BlackwellMatmulTiles, m: Matmul, operands: Operands) -> tuple
 
         def place(turn) -> _Place:
             row_tile, column_tile = tile_at(turn * clusters + first, row_tiles, column_tiles, tiles.row_group)
+            # To and fro: a group of rows begins with the columns that the one before has ended with, which L2 holds.
+            goes_back = lax.rem(lax.div(row_tile, tiles.row_group), 2) == 1
+            column_tile = jnp.where(goes_back, column_tiles - 1 - column_tile, column_tile)
             return _Place(row_tile * tiles.tile_rows, column_tile * columns)
 
         # Warpgroups, where warps would do: inside shard_map a warp's code may not see operands that vary over the mesh.
