@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 import pytest
 
 from deviceless.mlp import LAUNCHES, MORE, Launch
 from fast_layers.ops.mlp.blackwell_config import BLACKWELL_SMEM_BYTES, BlackwellMatmulTiles
-from fast_layers.ops.mlp.epilogue import Activate, Differentiate
+from fast_layers.ops.mlp.epilogue import Activate, Differentiate, Epilogue, Plain
 from fast_layers.testing import compile_all_for
 from fast_layers.testing.deviceless import missing_wheels
 
@@ -22,10 +24,11 @@ Launches = dict[str, tuple[Launch, BlackwellMatmulTiles]]
 
 
 def _as_chosen(launches: dict[str, Launch]) -> Launches:
-    return {
-        name: (x, BlackwellMatmulTiles.of(x.rows, x.columns, x.matmul.needs, x.matmul.operand_bytes))
-        for name, x in launches.items()
-    }
+    return {name: (x, _chosen(x)) for name, x in launches.items()}
+
+
+def _chosen(x: Launch) -> BlackwellMatmulTiles:
+    return BlackwellMatmulTiles.of(x.rows, x.columns, x.matmul.needs, x.matmul.operand_bytes)
 
 
 CHOSEN = _as_chosen(LAUNCHES)
@@ -55,7 +58,51 @@ FLOAT8 = _as_chosen(
     }
 )
 REST = {**{name: x for name, x in CHOSEN.items() if name not in LEAN}, **_as_chosen(MORE), **FIELDS, **FLOAT8}
+# Which biases there are changes no choice, but how many of them have gradients to be summed.
+EPILOGUES: dict[str, Epilogue] = {
+    "plain": Plain((True,)),
+    "two products": Plain((True, False)),
+    "activate": Activate("gelu_tanh", (True,)),
+    "activate, nothing saved": Activate("gelu_tanh", (True,), saves=False),
+    "activate, gated": Activate("silu", (True, False)),
+    "activate, gated, nothing saved": Activate("silu", (True, False), saves=False),
+    "differentiate": Differentiate("gelu_tanh"),
+    "differentiate, a bias": Differentiate("gelu_tanh", (True,)),
+    "differentiate, gated": Differentiate("silu", (False, False)),
+    "differentiate, gated, a bias": Differentiate("silu", (True, False)),
+    "differentiate, gated, two biases": Differentiate("silu", (True, True)),
+}
+
+
+def _launches(rows: tuple[int, ...], columns: tuple[int, ...]) -> Iterator[tuple[str, Launch]]:
+    for (name, epilogue), row, column in itertools.product(EPILOGUES.items(), rows, columns):
+        backward = isinstance(epilogue, Differentiate)
+        yield f"{name}, {row} x {column}", Launch(row, column, 2048, epilogue, b_turned=backward)
+        if not backward:  # 8 bits are the forward's only
+            yield (
+                f"{name}, {row} x {column}, 8 bits",
+                Launch(row, column, 2048, epilogue, float8=jnp.float8_e4m3fn),
+            )
+
+
+def _kernel(launch: Launch, tiles: BlackwellMatmulTiles):
+    """What of a launch and its tiles makes another kernel, arithmetic and orientation apart."""
+    return launch.matmul.needs, launch.matmul.operand_bytes, tiles
+
+
+COMPILED = {_kernel(*x) for x in (LEAN | REST).values()}
+for name, launch in _launches((1, 8192), (64, 2048, 8192, 16384, 65536)):
+    if (kernel := _kernel(launch, _chosen(launch))) not in COMPILED:
+        COMPILED.add(kernel)
+        REST[name] = launch, _chosen(launch)
 MOST_SECONDS = 90.0
+
+
+def test_every_choice_of_tiles_is_compiled():
+    rows = (1, 8, 64, 128, 129, 300, 512, 1024, 2048, 4096, 8192, 16384)
+    columns = (8, 64, 72, 128, 200, 512, 1024, 2048, 4096, 5504, 8192, 16384, 32768, 65536)
+    for name, launch in _launches(rows, columns):
+        assert _kernel(launch, _chosen(launch)) in COMPILED, name
 
 
 @pytest.mark.parametrize(
