@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-import fast_layers
 from deviceless import blackwell_ssd_functions
 from fast_layers.ops.ssd.blackwell_config import (
     BLACKWELL_SMEM_BYTES,
@@ -21,6 +21,7 @@ from fast_layers.ops.ssd.blackwell_config import (
     BlackwellForwardTiles,
     BlackwellStateTiles,
 )
+from fast_layers.ops.ssd.problem import Problem
 from fast_layers.testing import Compilation, compile_all_for
 from fast_layers.testing.deviceless import missing_wheels
 
@@ -39,6 +40,17 @@ class Call:
     length: int = 4096
     batch: int = 2
     options: tuple[str, ...] = ()
+    forward_alone: bool = False
+
+    @property
+    def kernels(self) -> set[str]:
+        return {"ssd_forward"} if self.forward_alone else KERNELS
+
+    @property
+    def problem(self) -> Problem:
+        """As far as the choice of tiles goes."""
+        sizes = self.batch, self.length, self.heads, self.head_dim, self.groups, self.state_dim
+        return Problem(*sizes, jnp.dtype(jnp.bfloat16), 128, gated="z" in self.options)
 
     def compilation(self) -> Compilation:
         def shape(*sizes, dtype=jnp.bfloat16):
@@ -62,6 +74,8 @@ class Call:
             "segment_ids": shape(batch, self.length, dtype=jnp.int32),
         }
         operands |= {name.removesuffix(" of each channel"): optional[name] for name in self.options}
+        if self.forward_alone:
+            return Compilation(blackwell_ssd_functions.scan, (operands,))
         state = shape(batch, self.heads, self.head_dim, self.state_dim, dtype=jnp.float32)
         cotangents = (shape(*rows, self.head_dim), state)
         return Compilation(blackwell_ssd_functions.scan_and_gradients, (operands, cotangents))
@@ -96,16 +110,46 @@ REST = {
     "P64 N64": Call(state_dim=64),
     "P64 N128, a group for each head": Call(heads=3, groups=3, options=EVERYTHING),
     "P128 N64, three heads, everything, odd length": Call(3, 1, 128, 64, 1001, options=EVERYTHING),
-    "P32 N96, two heads, everything": Call(heads=2, head_dim=32, state_dim=96, options=EVERYTHING),
+    **{
+        f"P32 N{state_dim}, two heads, everything": Call(2, head_dim=32, state_dim=state_dim, options=EVERYTHING)
+        for state_dim in STATE_DIMS
+    },
     "P32 N32, one head": Call(heads=1, head_dim=32, state_dim=32),
 }
 
 
-def expected_smem_bytes(kernel: str, call: Call) -> int:
+def _choices(call: Call) -> dict[str, object]:
+    """What makes other kernels: by pass, the tiles and sizes. How many slices there are is a grid's size only."""
+    p = call.problem
+    forward = BlackwellForwardTiles.of(p), p.state_dim, p.gated
+    if call.forward_alone:
+        return {"forward": forward}
+    backward = BlackwellBackwardTiles.of(p).stages, p.head_dim, p.state_dim, p.gated
+    return {"forward": forward, "states": (BlackwellStateTiles.of(p), p.state_dim), "backward": backward}
+
+
+def _each_size() -> Iterator[tuple[str, Call]]:
+    for head_dim, state_dim, heads, gated in itertools.product(HEAD_DIMS, STATE_DIMS, (4, 2, 1), (False, True)):
+        name = f"P{head_dim} N{state_dim}, {heads} heads{', z' * gated}, forward"
+        yield name, Call(heads, 1, head_dim, state_dim, options=("z",) * gated, forward_alone=True)
+
+
+COMPILED = {choice for call in (LEAN | REST).values() for choice in _choices(call).items()}
+for name, call in _each_size():
+    if not _choices(call).items() <= COMPILED:
+        COMPILED.update(_choices(call).items())
+        REST[name] = call
+
+
+def test_every_choice_of_tiles_is_compiled():
+    for name, call in _each_size():
+        for length, groups in itertools.product((1, 4096), (1, call.heads)):
+            whole = dataclasses.replace(call, length=length, groups=groups, forward_alone=False)
+            assert _choices(whole).items() <= COMPILED, name
+
+
+def expected_smem_bytes(kernel: str, p: Problem) -> int:
     """By what the choice of tiles goes."""
-    operands, _ = call.compilation().shapes
-    explained = fast_layers.explain(lambda operands: fast_layers.ssd(**operands, implementation="reference"), operands)
-    p = explained.plans[0].problem
     match kernel:
         case "ssd_forward":
             return BlackwellForwardTiles.of(p).smem_bytes(p.state_dim, p.gated)
@@ -130,7 +174,7 @@ def test_the_kernels_compile_well(gpu, calls):
         if report.failure is not None:
             faults.append(f"{name}: {report.failure}")
             continue
-        if (found := {kernel.name for kernel in report.kernels}) != KERNELS:
+        if (found := {kernel.name for kernel in report.kernels}) != call.kernels:
             faults.append(f"{name}: kernels {found}")
         for kernel in report.kernels:
             label = f"{name}, {kernel.name}"
@@ -139,7 +183,7 @@ def test_the_kernels_compile_well(gpu, calls):
                 f"bytes of shared memory, {kernel.tmem_columns} columns of tensor memory, {kernel.spill_store_bytes} "
                 f"spilled; in {report.seconds:.1f} s; {dict(kernel.instructions)}"
             )
-            most = min(BLACKWELL_SMEM_BYTES, expected_smem_bytes(kernel.name, call))
+            most = min(BLACKWELL_SMEM_BYTES, expected_smem_bytes(kernel.name, call.problem))
             if kernel.smem_bytes is None or kernel.smem_bytes > most:
                 faults.append(f"{label}: {kernel.smem_bytes} bytes of shared memory exceed {most}")
             if kernel.tmem_columns is None or kernel.tmem_columns > BLACKWELL_TMEM_COLUMNS:
