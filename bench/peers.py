@@ -83,6 +83,19 @@ def _ours(implementation: str | None, case: Case, q, k, v, extras):
     )
 
 
+def _ours_in_any_order(case: Case, q, k, v, extras):
+    """The bits may change from run to run, as they do with cuDNN."""
+    with fast_layers.use_backends(reproducible=False):
+        return _ours(None, case, q, k, v, extras)
+
+
+def _refuse_in_any_order(case: Case, pass_: Pass) -> str | None:
+    backend = automatic_backend(case, pass_)
+    if pass_ == "forward" or backend not in ("hopper", "blackwell"):
+        return f"use_backends(reproducible=False) changes nothing in the {pass_} of {backend}"
+    return None
+
+
 @functools.cache
 def automatic_backend(case: Case, pass_: Pass) -> str:
     """What fast_layers takes by itself for this pass (for "forward+backward": for the backward)."""
@@ -228,6 +241,7 @@ def find(*, gpu: bool, tune_tokamax: bool = False) -> tuple[list[Peer], dict[str
         absent["jax.nn cudnn"] = "no NVIDIA GPU here"
     peers.append(Peer("fast_layers", functools.partial(_ours, None), ours=True))
     peers.append(Peer("again", functools.partial(_ours, None), ours=True, twin_of="fast_layers"))
+    peers.append(Peer("fast_layers any order", _ours_in_any_order, _refuse_in_any_order, ours=True))
     for backend in BACKENDS:
         if backend.automatic:
             refuses = functools.partial(_refuse_named, backend.name)

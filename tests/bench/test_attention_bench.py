@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import struct
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import pytest
 from bench import __main__ as bench_main
 from bench import attention, cases, peers, timing
 from bench.report import Report, environment
+from fast_layers import dispatch
 
 CAUSAL, FULL, WINDOW, PACKED, PADDED, SOFTCAP, DECODE = cases.TINY
 
@@ -221,6 +223,19 @@ def test_each_of_jaxs_own_kernels_runs_where_it_can():
             assert taking(case, "forward") == forward
             assert taking(case, "backward") == (0 if causal else 1)
     assert taking(WINDOW, "forward") == taking(PACKED, "forward") == taking(SOFTCAP, "forward") == 0
+
+
+def test_sums_in_any_order_are_asked_for_where_they_make_a_difference(monkeypatch):
+    asked = []
+    monkeypatch.setattr(peers, "_ours", lambda *_: asked.append(dispatch.reproducible()))
+    (peer,) = here("fast_layers any order")
+    peer.attend(FULL, None, None, None, {})
+    assert asked == [False]
+    assert dispatch.reproducible()
+    for backend, passes in {"hopper": ("backward", "forward+backward"), "cudnn": (), "xla": ()}.items():
+        monkeypatch.setattr(peers, "automatic_backend", lambda case, pass_, backend=backend: backend)
+        taken = [pass_ for pass_ in typing.get_args(cases.Pass) if peer.refuses(FULL, pass_) is None]
+        assert taken == [*passes], backend
 
 
 def test_the_time_limit_ends_the_run_and_keeps_what_there_is(report):
