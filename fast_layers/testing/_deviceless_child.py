@@ -18,13 +18,14 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu
 from jax.experimental import topologies
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from fast_layers.testing import _deviceless_sass as sass
 from fast_layers.testing._deviceless_targets import Target
@@ -76,11 +77,16 @@ def _complaints(log: Path) -> str:
 
 
 def _compile(gpu: str, target: Target, pickled: bytes, folder: Path) -> CompileReport:
-    dumps, ptx = folder / "dumps", folder / "ptx"
-    dumps.mkdir()
+    # Not MOSAIC_GPU_DUMP_TO: by that all passes' results would be written, which takes as long as making them.
+    os.environ.pop("MOSAIC_GPU_DUMP_TO", None)
+    os.environ |= {"MOSAIC_GPU_DUMP_RESOURCES": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
+    resources: dict[str, str] = {}
+    mgpu_utils.dump_to_file_or_stdout = lambda content, name, path: resources.update({name: content})
+    ptx = folder / "ptx"
+    os.dup2(os.open(ptx, os.O_WRONLY | os.O_CREAT), sys.stdout.fileno())
     try:
-        compiled = _lower_and_compile(target, pickle.loads(pickled), dumps, ptx)
-        kernels = _kernel_reports(dumps, _kernels_in(ptx, folder), target)
+        compiled = _lower_and_compile(target, pickle.loads(pickled))
+        kernels = _kernel_reports(resources, _kernels_in(ptx, folder), target)
     except Exception as error:
         # Whatever the function or the compiler objects to is the result.
         return CompileReport(gpu, failure=f"{type(error).__name__}: {error}")
@@ -94,20 +100,12 @@ def _compile(gpu: str, target: Target, pickled: bytes, folder: Path) -> CompileR
     )
 
 
-def _lower_and_compile(target: Target, job: Compilation, dumps: Path, ptx: Path) -> Any:
-    """`dumps` will be a folder with what each kernel allocates, `ptx` a file with all kernels' PTX."""
+def _lower_and_compile(target: Target, job: Compilation) -> Any:
     fn = _import(job.fn) if isinstance(job.fn, str) else job.fn
     with described(target) as replicated:
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), job.shapes)
         call = jax.jit(lambda *args: fn(*args, **job.static), donate_argnums=job.donated)
-        os.environ["MOSAIC_GPU_DUMP_TO"] = str(dumps)
-        lowered = call.lower(*args)
-        # Into a folder the compiler would also write each of its passes' results, tens of megabytes a kernel. What is
-        # asked for by name it prints.
-        del os.environ["MOSAIC_GPU_DUMP_TO"]
-        os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
-        os.dup2(os.open(ptx, os.O_WRONLY | os.O_CREAT), sys.stdout.fileno())
-        return lowered.compile()
+        return call.lower(*args).compile()
 
 
 @contextlib.contextmanager
@@ -145,11 +143,13 @@ def _kernels_in(printed: Path, folder: Path) -> list[tuple[str, Path]]:
     return kernels
 
 
-def _kernel_reports(dumps: Path, kernels: list[tuple[str, Path]], target: Target) -> tuple[KernelReport, ...]:
-    """One for each different kernel. What it allocates was dumped when it was lowered, under a number of its own."""
+def _kernel_reports(
+    resources: Mapping[str, str], kernels: list[tuple[str, Path]], target: Target
+) -> tuple[KernelReport, ...]:
+    """One for each different kernel. What it allocates was told when it was lowered, under a number of its own."""
     allocations = collections.defaultdict(set)
-    for path in dumps.glob("*.resources.txt"):
-        allocations[_kernel_name(path)].add(_shared_and_tensor_memory(path.read_text()))
+    for name, text in resources.items():
+        allocations[re.sub(r"_\d+\.resources\.txt$", "", name)].add(_shared_and_tensor_memory(text))
     reports: list[KernelReport] = []
     for name, path in sorted(kernels):
         # Kernels of one name that allocate differently cannot be told apart.
@@ -160,10 +160,6 @@ def _kernel_reports(dumps: Path, kernels: list[tuple[str, Path]], target: Target
         if report not in reports:
             reports.append(report)
     return tuple(reports)
-
-
-def _kernel_name(path: Path) -> str:
-    return re.sub(r"_\d+$", "", path.name.split(".")[0])
 
 
 def _shared_and_tensor_memory(resources: str) -> tuple[int, int]:
