@@ -26,6 +26,7 @@ from fast_layers.ops.ssd.blackwell_config import (
     BlackwellForwardTiles,
 )
 from fast_layers.testing import simulate
+from simulator import test_hopper_ssd
 from simulator.blackwell_attention import Without, tells
 from simulator.ssd import plain, problem_of
 
@@ -62,6 +63,11 @@ CASES = {
         segments="rows",
         initial_state=True,
     ),
+}
+CASES |= {
+    f"Hopper's: {name}": case
+    for name, case in (test_hopper_ssd.CASES | test_hopper_ssd.MORE_CASES).items()
+    if case.state_dim in STATE_DIMS and case not in CASES.values()
 }
 # All roles, slots and options once; the others differ in shapes.
 LEAN = {"everything"}

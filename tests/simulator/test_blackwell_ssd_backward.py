@@ -26,6 +26,7 @@ from fast_layers.ops.ssd.blackwell_config import (
 )
 from fast_layers.ops.ssd.problem import Problem, Residuals
 from fast_layers.testing import Simulation, simulate
+from simulator import test_hopper_ssd_backward
 from simulator.blackwell_attention import Without
 from simulator.ssd import plain_grads, problem_of
 
@@ -53,6 +54,11 @@ CASES = {
     "gate, D for each head": _case(length=140, heads=5, D="head", z=True),
     "extreme steps": _case(length=260, dt="extreme", segments="rows", initial_state=True),
     "forgetting slowly": _case(length=260, A="near 0", initial_state=True),
+}
+CASES |= {
+    f"Hopper's: {name}": case
+    for name, case in test_hopper_ssd_backward.MORE_CASES.items()
+    if case.state_dim in STATE_DIMS and case not in CASES.values()
 }
 
 
