@@ -150,7 +150,7 @@ SPILLS = {
     "d256/128 causal": (0, 15),
     "d256 full": (0, 0),
     "d256 causal": (150, 0),
-    "d256 segments": (80, 8),
+    "d256 segments": (80, 0),
     "d64 bias": (0, 230, 0),
     "d64 mask, dropout": (0, 1660),
     "d128 bias": (16, 200, 0),

@@ -21,6 +21,9 @@ JAX would put two barriers around each store to shared memory and one before eac
 the query warpgroup waits for little else. What the warps of a warpgroup leave for one another, or for a copy, stands
 before a commit or before a barrier at which all of them arrive.
 
+The last step stands apart, since nothing is to be prepared in it. dK and dV leave by slots of queries and output
+gradients, which nobody reads any more, while the last dQ is on its way.
+
 There is no load warpgroup: with four, ptxas has 128 registers for a product of 256 columns and refuses. A slot is
 refilled by whoever reads it last: queries by the key warpgroup after dK, output gradients by the value warpgroup after
 dV, when P is taken too, which the key warpgroup does after its d_weights. Of delta and units, whose readers may be a
@@ -45,7 +48,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tanh import tanh
-from fast_layers.ops.attention.config import HopperDeepBackwardTiles
+from fast_layers.kernel_parts.tile_order import TileOrder
+from fast_layers.ops.attention.config import HOPPER_SMS, HopperDeepBackwardTiles
 from fast_layers.ops.attention.hopper_bwd import (
     BY_QUERY,
     BY_ROW,
@@ -53,7 +57,6 @@ from fast_layers.ops.attention.hopper_bwd import (
     as_summed,
     folds_lse,
     make_finite,
-    piece_order,
     summed_dtype,
 )
 from fast_layers.ops.attention.hopper_call import ROWS
@@ -61,9 +64,11 @@ from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, TileMask
 
-VALUE_WG, KEY_WG, QUERY_WG = range(3)
+QUERY_WG, VALUE_WG, KEY_WG = range(3)
 REGISTERS = {VALUE_WG: 208, KEY_WG: 200, QUERY_WG: 96}
 """Of each thread: together what three warpgroups are launched with, 168 each."""
+_SHORT_TILES = 16
+"""Of keys: up to here the heads of a group are those that fit in the cache together, however few pieces these have."""
 _SLOTS = 2
 _LSE, _DELTA, _UNITS = range(2), range(2, 5), range(5, 8)
 """Slots in the array of row vectors, of 2 KiB in all."""
@@ -80,7 +85,10 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     # The key warpgroup gets more than the weights that meet dO, so these stay where they were made.
     holds_weights = p.softcap is not None or p.dropout_rate > 0
     bytes_per_head = p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
-    order = piece_order(p, -(-p.kv_len // kv_tile), bytes_per_head)
+    kv_tiles = -(-p.kv_len // kv_tile)
+    pieces = 1 if kv_tiles <= _SHORT_TILES else HOPPER_SMS
+    order = TileOrder.of(p.batch * p.kv_heads, kv_tiles, 1, bytes_per_head, pieces)
+    zeros, operands = operands.d_query, operands._replace(d_query=None)
     tree = jax.tree.structure(operands)
 
     def attention_backward_deep(*refs, **scratch):
@@ -90,37 +98,41 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, q_tile, kv_tile, inputs.mask, logits)
         s = _Scratch(**scratch)
-        head, kv_index = order.locate(lax.axis_index("block"))
-        example, kv_head = lax.div(head, p.kv_heads), lax.rem(head, p.kv_heads)
-        block = _Block(p, example, kv_head, kv_index * kv_tile, *mask.query_span(example, kv_index, inputs.q_span))
 
-        def store(parts, slot, to):
-            """Into a slot that no warpgroup's products read any more, and from there to the GPU's memory."""
-            plgpu.barrier_arrive(s.products_done)
-            plgpu.barrier_wait(s.products_done)
-            slot[...] = parts.astype(p.dtype)
+        def find_block():
+            """In each role, so that its numbers are no longer in registers than the role needs them."""
+            head, kv_index = order.locate(lax.axis_index("block"))
+            example, kv_head = lax.div(head, p.kv_heads), lax.rem(head, p.kv_heads)
+            return _Block(p, example, kv_head, kv_index * kv_tile, *mask.query_span(example, kv_index, inputs.q_span))
+
+        def store(gradient, slots, to, block):
+            """Through the slot that is not the last step's, which another warp's product may read yet."""
+            slot = slots.at[lax.rem(block.steps, _SLOTS)]
+            slot[...] = gradient.astype(p.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(slot, to.at[example, pl.ds(block.k_start, kv_tile), kv_head])
+            plgpu.copy_smem_to_gmem(slot, to.at[block.example, pl.ds(block.k_start, kv_tile), block.kv_head])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(warpgroup == QUERY_WG)
-        def _queries():
+        def queries():
             plgpu.set_max_registers(REGISTERS[QUERY_WG], action="decrease")
+            block = find_block()
             load_first(inputs, s, block)
             add_d_query(d_query_ref, s, block)
-            plgpu.barrier_arrive(s.products_done)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(warpgroup == VALUE_WG)
-        def _values():
+        def values():
             plgpu.set_max_registers(REGISTERS[VALUE_WG], action="increase")
+            block = find_block()
             d_value = d_value_of(inputs, s, mask, logits, block)
-            store(d_value * logits.survived if p.dropout_rate else d_value, s.v_slot, d_value_ref)
+            store(d_value * logits.survived if p.dropout_rate else d_value, s.d_out_slots, d_value_ref, block)
 
-        @pl.when(warpgroup == KEY_WG)
-        def _keys():
+        def keys():
             plgpu.set_max_registers(REGISTERS[KEY_WG], action="increase")
-            store(d_key_of(inputs, s, logits, block) * p.scale, s.k_slot.at[0], d_key_ref)
+            block = find_block()
+            store(d_key_of(inputs, s, logits, block) * p.scale, s.q_slots, d_key_ref, block)
+
+        # Not one branch after another: what one role has in registers would outlive it.
+        lax.switch(warpgroup, (queries, values, keys))
 
     def load_query(inputs: Any, s: _Scratch, block: _Block, step):
         head, rows = block.place(step)
@@ -145,39 +157,42 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         keys = pl.ds(block.k_start, kv_tile)
         plgpu.copy_gmem_to_smem(inputs.key.at[block.example, keys, block.kv_head], s.k_slot.at[0], s.kv_ready)
         load_query(inputs, s, block, jnp.int32(0))
-        plgpu.copy_gmem_to_smem(inputs.value.at[block.example, keys, block.kv_head], s.v_slot, s.kv_ready)
+        plgpu.copy_gmem_to_smem(inputs.value.at[block.example, keys, block.kv_head], s.v_slot.at[0], s.kv_ready)
         load_d_out(inputs, s, block, jnp.int32(0))
         for step in range(1, _SLOTS):
             load_query(inputs, s, block, jnp.int32(step))
             load_d_out(inputs, s, block, jnp.int32(step))
 
-    def wait_for(ready, block: _Block, step):
-        @pl.when(step < block.steps)
+    def wait_for(ready, step, exists):
+        @pl.when(exists)
         def _wait():
             plgpu.barrier_wait(ready.at[lax.rem(step, _SLOTS)])
 
-    def mend(inputs: Any, block: _Block, tile):
-        """A weight of 0 times NaN is NaN. The others see it done when weights_ready says that the first P is there."""
-        if inputs.broken_keys is None:
+    def wait_for_keys(inputs: Any, s: _Scratch, block: _Block, tile):
+        """And mends the tile: a weight of 0 times NaN is NaN. The others see it done when weights_ready says that the
+        first P is there."""
+        # Asked for before the wait, which hides how long memory takes to answer.
+        broken = None if inputs.broken_keys is None else inputs.broken_keys[block.example, block.kv_head] != 0
+        plgpu.barrier_wait(s.kv_ready)
+        if broken is None:
             return
 
-        @pl.when(inputs.broken_keys[block.example, block.kv_head] != 0)
+        @pl.when(broken)
         def _mend():
             make_finite(tile)
             plgpu.commit_smem()
 
     def d_value_of(inputs: Any, s: _Scratch, mask: TileMask, logits: TileLogits, block: _Block):
         """What the value warpgroup does."""
-        plgpu.barrier_wait(s.kv_ready)
-        mend(inputs, block, s.k_slot.at[0])
+        wait_for_keys(inputs, s, block, s.k_slot.at[0])
 
-        def score_product(acc, step):
-            wait_for(s.q_ready, block, step)
+        def score_product(acc, step, exists=True):
+            wait_for(s.q_ready, step, exists)
             plgpu.wgmma(acc, s.k_slot.at[opaque_zero(step)], s.q_slots.at[lax.rem(step, _SLOTS)].T)
 
         def weights_of(scores, step):
             """(P, what the key warpgroup gets: P times the soft cap's derivative, negative where it is dropped)."""
-            # Past the last step, which a block that no query sees has none of, the tile may not exist.
+            # A block that no query sees has no step: its first tile may not exist.
             head, rows = block.place(step)
             head, q_index = jnp.minimum(head, p.heads - 1), jnp.minimum(lax.div(rows.start, q_tile), last_tile)
             at = {"example": block.example, "head": head, "q_start": q_index * q_tile, "k_start": block.k_start}
@@ -198,7 +213,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                 def hide(scores):
                     return mask.hide(scores, mask.rows(block.example, q_index * q_tile, q_tile, 1), **at)
 
-                ragged = mask.ragged_for_keys(block.example, q_index, block.k_start, kv_tile) & (step < block.steps)
+                ragged = mask.ragged_for_keys(block.example, q_index, block.k_start, kv_tile) & (block.steps > 0)
                 scores = lax.cond(ragged, hide, lambda x: x, scores)
             weights = jnp.exp2(scores * to_log2)
             handed_over = weights if d_cap is None else weights * d_cap
@@ -215,18 +230,21 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
 
         def over_queries(d_value):
             def first_weights(acc):
-                score_product(acc, jnp.int32(0))
+                score_product(acc, jnp.int32(0), block.steps > 0)
                 weights, handed_over = weights_of(plgpu.wgmma_accumulator_load(acc, wait_n=0), jnp.int32(0))
                 hand_over(handed_over)
                 return weights if holds_weights else None
 
+            def add_product(i, weights):
+                slot = s.d_out_slots.at[lax.rem(i, _SLOTS)]
+                plgpu.wgmma(d_value, weights if holds_weights else s.weights, slot)
+
             def step(i, weights):
-                slot = lax.rem(i, _SLOTS)
-                plgpu.barrier_wait(s.d_out_ready.at[slot])
+                wait_for(s.d_out_ready, i, True)
 
                 def next_weights(acc):
-                    score_product(acc, i + 1)  # after the last step, of an old query: nobody uses them
-                    plgpu.wgmma(d_value, weights if holds_weights else s.weights, s.d_out_slots.at[slot])
+                    score_product(acc, i + 1)
+                    add_product(i, weights)
                     return weights_of(plgpu.wgmma_accumulator_load(acc, wait_n=1), i + 1)
 
                 weights, handed_over = pl.run_scoped(next_weights, score_accumulator)
@@ -237,24 +255,34 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                 hand_over(handed_over)
                 return weights if holds_weights else None
 
-            lax.fori_loop(0, block.steps, step, pl.run_scoped(first_weights, score_accumulator))
-            plgpu.barrier_arrive(s.weights_consumed)  # with the key warpgroup's, which has taken the last P
+            def last(i, weights):
+                wait_for(s.d_out_ready, i, True)
+                add_product(i, weights)
+                return weights
+
+            weights = lax.fori_loop(0, last_step(block), step, pl.run_scoped(first_weights, score_accumulator))
+            lax.fori_loop(last_step(block), block.steps, last, weights)
+            plgpu.barrier_arrive(s.weights_consumed)  # with the key warpgroup's, which takes a P even without a step
+
+            @pl.when(block.steps == 0)
+            def _no_step():
+                plgpu.barrier_wait(s.weights_consumed)  # until then it reads the slot that dV leaves by
+
             return d_value[...]
 
         return pl.run_scoped(over_queries, plgpu.WGMMAAccumulatorRef((ROWS, v_dim), jnp.float32))
 
     def d_key_of(inputs: Any, s: _Scratch, logits: TileLogits, block: _Block):
         """What the key warpgroup does."""
-        plgpu.barrier_wait(s.kv_ready)
-        mend(inputs, block, s.v_slot)
+        wait_for_keys(inputs, s, block, s.v_slot.at[0])
 
         def d_weight_product(acc, step, delta):
             if not p.dropout_rate:
                 acc[...] = delta
-            plgpu.wgmma(acc, s.v_slot, s.d_out_slots.at[lax.rem(step, _SLOTS)].T)
+            plgpu.wgmma(acc, s.v_slot.at[opaque_zero(step)], s.d_out_slots.at[lax.rem(step, _SLOTS)].T)
 
-        def delta_of(step):
-            wait_for(s.d_out_ready, block, step)
+        def delta_of(step, exists=True):
+            wait_for(s.d_out_ready, step, exists)
             return by_query(plgpu.load(row_slot(s, _DELTA, step), layout=BY_QUERY))
 
         def d_scores_of(d_weights, delta):
@@ -267,26 +295,29 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                 weights = jnp.abs(weights)
             return (weights * d_weights).astype(p.dtype)
 
-        def hand_over(d_scores, step):
+        def hand_over(d_scores, exists=True):
             s.d_scores[...] = d_scores
             plgpu.commit_smem()
 
-            @pl.when(step < block.steps)
+            @pl.when(exists)
             def _written():
                 plgpu.barrier_arrive(s.scores_ready)
 
         def over_queries(d_key):
             def first_scores(acc):
-                delta = delta_of(jnp.int32(0))
+                delta = delta_of(jnp.int32(0), block.steps > 0)
                 d_weight_product(acc, jnp.int32(0), delta)
                 return d_scores_of(plgpu.wgmma_accumulator_load(acc, wait_n=0), delta)
+
+            def add_product(i):
+                plgpu.wgmma(d_key, s.d_scores, s.q_slots.at[lax.rem(i, _SLOTS)])
 
             def step(i, _):
                 delta = delta_of(i + 1)
 
                 def next_d_weights(acc):
-                    plgpu.wgmma(d_key, s.d_scores, s.q_slots.at[lax.rem(i, _SLOTS)])
-                    d_weight_product(acc, i + 1, delta)  # after the last step, of an old query: nobody uses them
+                    add_product(i)
+                    d_weight_product(acc, i + 1, delta)
                     plgpu.wgmma_wait(1)
                     plgpu.commit_smem()  # for its barrier: each warp has waited for its own products only
                     load_query(inputs, s, block, i + _SLOTS)
@@ -295,10 +326,15 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                 d_scores = d_scores_of(pl.run_scoped(next_d_weights, score_accumulator), delta)
                 plgpu.barrier_arrive(s.scores_consumed)
                 plgpu.barrier_wait(s.scores_consumed)
-                hand_over(d_scores, i + 1)
+                hand_over(d_scores)
 
-            hand_over(pl.run_scoped(first_scores, score_accumulator), 0)
-            lax.fori_loop(0, block.steps, step, None)
+            def last(i, _):
+                add_product(i)
+                plgpu.barrier_arrive(s.scores_consumed)  # with the query warpgroup's
+
+            hand_over(pl.run_scoped(first_scores, score_accumulator), block.steps > 0)
+            lax.fori_loop(0, last_step(block), step, None)
+            lax.fori_loop(last_step(block), block.steps, last, None)
             return d_key[...]
 
         return pl.run_scoped(over_queries, plgpu.WGMMAAccumulatorRef((ROWS, qk_dim), jnp.float32))
@@ -354,11 +390,15 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     def by_query(x):
         return lax.broadcast_in_dim(x, (ROWS, q_tile), [1])
 
+    def last_step(block: _Block):
+        """Apart, as it has nothing to prepare; 0 if there is none."""
+        return jnp.maximum(block.steps - 1, 0)
+
     last_tile = (p.q_len - 1) // q_tile
     score_accumulator = plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32)
     scratch = {
         "k_slot": smem_tile(1, kv_tile, qk_dim, dtype=p.dtype),
-        "v_slot": smem_tile(kv_tile, v_dim, dtype=p.dtype),
+        "v_slot": smem_tile(1, kv_tile, v_dim, dtype=p.dtype),
         "q_slots": smem_tile(_SLOTS, q_tile, qk_dim, dtype=p.dtype),
         "d_out_slots": smem_tile(_SLOTS, q_tile, v_dim, dtype=p.dtype),
         "weights": smem_tile(kv_tile, q_tile, dtype=p.dtype),
@@ -372,9 +412,10 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         "weights_consumed": plgpu.Barrier(num_arrivals=2),
         "scores_ready": plgpu.Barrier(num_arrivals=1),
         "scores_consumed": plgpu.Barrier(num_arrivals=2),
-        "products_done": plgpu.Barrier(num_arrivals=len(REGISTERS)),
     }
-    d_query = jax.new_ref(jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p)))
+    if zeros is None:
+        zeros = jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p))
+    d_query = jax.new_ref(zeros)
     d_key, d_value = plgpu.kernel(
         attention_backward_deep,
         out_type=tuple(jax.ShapeDtypeStruct((p.batch, kv_rows, p.kv_heads, dim), p.dtype) for dim in (qk_dim, v_dim)),
@@ -434,4 +475,3 @@ class _Scratch(NamedTuple):
     weights_consumed: Any
     scores_ready: Any
     scores_consumed: Any
-    products_done: Any
