@@ -42,7 +42,7 @@ def _simulate(operands, monkeypatch, stand_in=None):
     return simulate(lambda operands: kernel(jnp.int32, problem, operands), operands, timeout=60.0)
 
 
-@pytest.mark.parametrize("depth", [64, pytest.param(128, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("depth", [64, *(pytest.param(depth, marks=pytest.mark.exhaustive) for depth in (128, 256))])
 def test_as_by_xla(depth, monkeypatch):
     operands = _operands(depth)
     got, want = _simulate(operands, monkeypatch).check(), hopper_bwd_rows.row_sums_by_xla(operands)

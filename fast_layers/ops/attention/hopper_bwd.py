@@ -131,7 +131,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         d_out = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, finite_or_zero(d_out))
         lse = jnp.where(broken & ~sees_none, jnp.nan, lse)
     measured = hopper_bwd_rows.Operands(out, d_out, inputs.key, inputs.value)
-    if launch is _launch and hopper_bwd_rows.takes(p, tiles.q_tile, qk_dim):
+    if hopper_bwd_rows.takes(p, tiles.q_tile, qk_dim):
         rows = over_batch(functools.partial(hopper_bwd_rows.row_sums, summed_dtype(p)))(p, measured)
     else:
         rows = hopper_bwd_rows.row_sums_by_xla(measured)

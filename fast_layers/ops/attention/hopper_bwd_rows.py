@@ -2,8 +2,9 @@
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, D depth.
 
-In the kernel each warpgroup goes through tiles of 64 rows of one head by itself, and loads them two tiles ahead:
-keys and values first, then out and d_out, in whose turns it also writes dQ's zeros. It waits for memory alone.
+In the kernel each warpgroup goes through tiles of 64 rows of one head by itself, up to 128 columns at a time, and loads
+them two ahead: keys and values first, then out and d_out, in whose turns it also writes dQ's zeros. It waits for memory
+alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from fast_layers.ops.attention.tile_mask import WGMMA
 
 WARPGROUPS = 3
 _STAGES = 2
-_ZERO_ROWS = 32
+_COLUMNS = 128
+"""At most, of a tile at a time."""
+_ZEROS = 1 << 12
 """Of dQ, that one copy writes."""
 
 
@@ -55,7 +58,7 @@ class RowSums(NamedTuple):
 
 def takes(p: Problem, q_tile: int, qk_dim: int) -> bool:
     """Whether `row_sums` can be asked, for a dQ of `qk_dim` columns."""
-    depths = qk_dim == p.qk_dim == p.v_dim and p.v_dim in (64, 128)
+    depths = qk_dim == p.qk_dim == p.v_dim and p.v_dim in (64, 128, 256)
     return depths and p.q_len % q_tile == 0 and p.kv_len % ROWS == 0
 
 
@@ -84,7 +87,8 @@ def _sizes(x: Float[Array, "B S K D"]) -> Float[Array, "B S K"]:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def row_sums(summed_dtype: Any, p: Problem, operands: Operands) -> RowSums:
     """In one pass over memory, for what it `takes`."""
-    depth = p.v_dim
+    depth, columns = p.v_dim, min(p.v_dim, _COLUMNS)
+    parts, zero_rows = depth // columns, _ZEROS // depth
     most_tiles = p.batch * max(p.q_len * p.heads, p.kv_len * p.kv_heads) // ROWS
     blocks = min(-(-most_tiles // WARPGROUPS), HOPPER_SMS)
 
@@ -94,7 +98,10 @@ def row_sums(summed_dtype: Any, p: Problem, operands: Operands) -> RowSums:
         worker, workers = lax.axis_index("block") * WARPGROUPS + warpgroup, blocks * WARPGROUPS
 
         def each_tile(first_ref, second_ref, of_rows: Callable[..., Any], to: tuple[Any, ...], zeros_to: Any = None):
-            """`of_rows(first, second)` go `to` these arrays, and zeros to the tile of one more."""
+            """`of_rows(first, second, before)` go `to` these arrays, the root of the last, and zeros to one more.
+
+            `before` are those of the columns before, if there are such.
+            """
             batch, length, heads, _ = first_ref.shape
             tiles = length // ROWS
             total = batch * tiles * heads
@@ -105,36 +112,45 @@ def row_sums(summed_dtype: Any, p: Problem, operands: Operands) -> RowSums:
                 tile = lax.div(index, heads)
                 return lax.div(tile, tiles), pl.ds(lax.rem(tile, tiles) * ROWS, ROWS), lax.rem(index, heads)
 
-            def fetch(turn):
-                example, rows, head = place(turn)
-                at = warpgroup * _STAGES + lax.rem(turn, _STAGES)
+            def slot_of(part):
+                return warpgroup * _STAGES + lax.rem(part, _STAGES)
+
+            def fetch(part):
+                """Of the parts of all tiles."""
+                example, rows, head = place(lax.div(part, parts))
+                of_part = pl.ds(lax.rem(part, parts) * columns, columns)
+                at = slot_of(part)
                 for i, ref in enumerate((first_ref, second_ref)):
-                    plgpu.copy_gmem_to_smem(ref.at[example, rows, head], slots.at[at, i], ready.at[at])
+                    plgpu.copy_gmem_to_smem(ref.at[example, rows, head, of_part], slots.at[at, i], ready.at[at])
 
             def step(turn, _):
-                at = warpgroup * _STAGES + lax.rem(turn, _STAGES)
-                plgpu.barrier_wait(ready.at[at])
-                first, second = (plgpu.load(slots.at[at, i], layout=WGMMA) for i in range(2))
-                plgpu.commit_smem()  # read by all, before the next are written
-                pl.when(turn + _STAGES < count)(lambda: fetch(turn + _STAGES))
-                numbers = of_rows(first.astype(jnp.float32), second.astype(jnp.float32))
+                found: Any = None
+                for part in range(parts):
+                    part += turn * parts
+                    at = slot_of(part)
+                    plgpu.barrier_wait(ready.at[at])
+                    first, second = (plgpu.load(slots.at[at, i], layout=WGMMA) for i in range(2))
+                    plgpu.commit_smem()  # read by all, before the next are written
+                    pl.when(part + _STAGES < count * parts)(functools.partial(fetch, part + _STAGES))
+                    found = of_rows(first.astype(jnp.float32), second.astype(jnp.float32), found)
+                *numbers, squares = found
                 example, rows, head = place(turn)
                 # Those of the turn before may still be on their way.
-                stores = len(to) + (0 if zeros_to is None else ROWS // _ZERO_ROWS)
+                stores = len(to) + (0 if zeros_to is None else ROWS // zero_rows)
                 plgpu.wait_smem_to_gmem(stores, wait_read_only=True)
                 kept = row_slots.at[warpgroup, lax.rem(turn, 2)]
-                for i, x in enumerate(numbers):
+                for i, x in enumerate([*numbers, jnp.sqrt(squares)]):
                     kept[i] = x
                 plgpu.commit_smem()
                 for i, ref in enumerate(to):
                     plgpu.copy_smem_to_gmem(kept.at[i], ref.at[example, head, rows])
                 if zeros_to is not None:
-                    for start in range(0, ROWS, _ZERO_ROWS):
-                        part = pl.ds(rows.start + start, _ZERO_ROWS)
-                        plgpu.copy_smem_to_gmem(zeros, zeros_to.at[example, part, head])
+                    for start in range(0, ROWS, zero_rows):
+                        some = pl.ds(rows.start + start, zero_rows)
+                        plgpu.copy_smem_to_gmem(zeros, zeros_to.at[example, some, head])
 
-            for turn in range(_STAGES):
-                pl.when(turn < count)(functools.partial(fetch, turn))
+            for part in range(_STAGES):
+                pl.when(part < count * parts)(functools.partial(fetch, part))
             lax.fori_loop(0, count, step, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -142,12 +158,16 @@ def row_sums(summed_dtype: Any, p: Problem, operands: Operands) -> RowSums:
             broken = (x * 0.0).sum(axis=1) != 0.0  # NaN differs from everything
             return jnp.where(broken, jnp.inf, jnp.abs(x).max(axis=1))
 
-        def of_queries(out, d_out):
+        def of_queries(out, d_out, before):
             finite = jnp.where(jnp.abs(d_out) < jnp.inf, d_out, 0.0)
-            return (out * d_out).sum(axis=1), jnp.sqrt((finite * finite).sum(axis=1))
+            found = (out * d_out).sum(axis=1), (finite * finite).sum(axis=1)
+            return found if before is None else tuple(map(jnp.add, before, found))
 
-        def of_keys(key, value):
-            return size(key), size(value), jnp.sqrt((value * value).sum(axis=1))
+        def of_keys(key, value, before):
+            found = size(key), size(value), (value * value).sum(axis=1)
+            if before is None:
+                return found
+            return *map(jnp.maximum, before[:2], found[:2]), before[2] + found[2]
 
         @pl.when(warpgroup == 0)
         def _make_zeros():
@@ -176,9 +196,9 @@ def row_sums(summed_dtype: Any, p: Problem, operands: Operands) -> RowSums:
             num_threads=WARPGROUPS,
             thread_name="warpgroup",
             scratch_types={
-                "slots": smem_tile(WARPGROUPS * _STAGES, 2, ROWS, depth, dtype=p.dtype),
+                "slots": smem_tile(WARPGROUPS * _STAGES, 2, ROWS, columns, dtype=p.dtype),
                 "row_slots": plgpu.SMEM((WARPGROUPS, 2, 3, ROWS), jnp.float32),
-                "zeros": plgpu.SMEM((_ZERO_ROWS, depth), summed_dtype),
+                "zeros": plgpu.SMEM((zero_rows, depth), summed_dtype),
                 "ready": plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS * _STAGES),
                 "zeros_made": plgpu.Barrier(num_arrivals=WARPGROUPS),
             },
