@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from fast_layers.testing import Compilation, CompileReport, compile_all_for
 
 GPUS = ("b200", "b300")
 OPS = ("attention", "mlp", "ssd")
+TOGETHER = 8
+"""Calls in one process, whose start takes some seconds: what they are found to be is told after so many."""
 COUNTED = (
     *("UTCHMMA", "UTCQMMA", "MUFU", "FFMA", "FFMA2", "FMUL", "FMUL2", "FADD", "FADD2", "FMNMX", "FMNMX3", "F2FP"),
     *("LDTM", "STTM", "LDS", "LDSM", "STS", "STSM", "UTMALDG", "UTMASTG", "UTMAREDG"),
@@ -44,9 +47,10 @@ def calls_of(op: str) -> dict[str, Compilation]:
 
 
 def rows(op: str, gpus: list[str]) -> Iterator[dict[str, Any]]:
-    calls = calls_of(op)
-    for gpu in gpus:
-        for call, report in zip(calls, compile_all_for(gpu, list(calls.values())), strict=True):
+    calls = list(calls_of(op).items())
+    for gpu, first in itertools.product(gpus, range(0, len(calls), TOGETHER)):
+        names, compilations = zip(*calls[first : first + TOGETHER], strict=True)
+        for call, report in zip(names, compile_all_for(gpu, compilations), strict=True):
             yield from rows_of(report, op=op, call=call)
 
 
@@ -78,11 +82,18 @@ def rows_of(report: CompileReport, **what: Any) -> Iterator[dict[str, Any]]:
         }
 
 
+def write(path: Path, about: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A row a line.
+    lines = ",\n".join(f"  {json.dumps(made)}" for made in found)
+    path.write_text(f'{json.dumps(about, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench compiled", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("op", choices=OPS)
     parser.add_argument("--gpus", nargs="+", choices=GPUS, default=list(GPUS))
-    parser.add_argument("--out", type=Path, help="write JSON there")
+    parser.add_argument("--out", type=Path, help="write JSON there, as rows come")
     args = parser.parse_args()
     command = f"python -m bench compiled {' '.join(sys.argv[1:])}"
     about = environment(command, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
@@ -90,11 +101,8 @@ def main() -> None:
     for made in rows(args.op, args.gpus):
         found.append(made)
         print(", ".join(f"{name} {value}" for name, value in made.items() if value is not None), flush=True)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        # A row a line.
-        lines = ",\n".join(f"  {json.dumps(made)}" for made in found)
-        args.out.write_text(f'{json.dumps(about, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
+        if args.out is not None:
+            write(args.out, about, found)
     if faults := [made for made in found if made["fault"]]:
         raise SystemExit(f"{len(faults)} of {len(found)} kernels have a fault")
 
