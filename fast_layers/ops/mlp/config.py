@@ -115,6 +115,9 @@ class HopperMatmulTiles:
         if most < 2:
             return tiles._halved_if_sooner(rows, columns, needs)
         widest = min(tiles.columns, 256 // needs.products)
+        if widest == 256 and most == 2:
+            # Twice as many tiles of half the columns: as many blocks as two parts, with nothing to add up.
+            return dataclasses.replace(tiles, columns=128, cluster=1)._deepened(needs)
         if widest == 256 and most >= 4:
             # Half as many parts, of half as many columns: half the bytes for XLA to add up.
             widest, most = 128, most // 2

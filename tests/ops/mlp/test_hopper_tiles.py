@@ -84,7 +84,9 @@ def test_the_choice_is_by_shape_and_epilogue():
     assert chosen(8192, 8192, 2048, "activate, gated") == (128, 64, True, 2, 1)
     assert chosen(8192, 8192, 2048, "differentiate, gated") == (128, 128, True, 1, 1)
     assert chosen(8192, 32768, 8192, "activate") == (64, 256, False, 2, 1)  # the epilogue is a small part of it
-    assert chosen(200, 8192, 2048, "plain") == (64, 256, False, 1, 2)  # no second tile of rows; not enough of columns
+    assert chosen(200, 8192, 2048, "plain") == (64, 128, False, 1, 1)  # 64 blocks instead of 32
+    assert chosen(512, 4096, 16384, "plain") == (64, 128, False, 1, 1)  # 128 instead of 64
+    assert chosen(512, 2560, 16384, "plain") == (64, 256, False, 1, 3)  # 120 as three parts, 80 of half the columns
     assert chosen(1, 8192, 2048, "activate") == (64, 64, True, 1, 1)
     assert chosen(1, 2048, 8192, "plain") == (64, 64, True, 1, 4)
     assert chosen(512, 2048, 5504, "plain", terms=2) == (64, 128, False, 1, 2)
