@@ -34,7 +34,7 @@ from fast_layers.ops.attention.kernel_operands import (
 )
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 from fast_layers.ops.attention.tile_logits import LogitOperands
-from fast_layers.ops.attention.tile_mask import Span, TileMask, mend_broken_rows
+from fast_layers.ops.attention.tile_mask import Span, TileMask, has_broken_rows, mend_broken_rows
 
 
 class Operands(NamedTuple):
@@ -256,14 +256,16 @@ class Work:
         return out, packed_heads.unpack_lse(lse, group)
 
 
-def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, steps, mends: bool = True) -> None:
+def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, steps, again: bool | None = None) -> None:
     """The load warpgroup's part: K, Q and V in the order in which they are needed; `s` is the kernel's scratch.
 
-    `mends`: whether to look for broken values in tiles that the mask cuts through.
+    In the only pass over its pieces it looks for broken values in tiles that the mask cuts through, and mends them. Of
+    two passes, the first takes tiles as they are, and the one `again` has time, and shall be little code.
     """
     example, head, q_index, _, span = piece
     tiles, kv_head = work.tiles, lax.div(head, work.problem.group)
     parts = tiles.q_tile // work.rows
+    together: Any = {"collective_axes": "rank"} if work.cluster > 1 else {}
 
     def load_q():
         for part in range(parts):
@@ -281,15 +283,18 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
             rows = pl.ds(q_index * tiles.q_tile + part * work.rows, work.rows)
             plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[slot], s.q_ready.at[slot])
 
-    def load_kv(j, first=False):
+    def place_kv(j):
         step = steps + j - span.first
-        slot = lax.rem(step, tiles.stages)
         keys = pl.ds(j * tiles.kv_tile, tiles.kv_tile)
-        k_ref, v_ref = inputs.key.at[example, keys, kv_head], inputs.value.at[example, keys, kv_head]
-        k_slot, v_slot = s.k_slots.at[slot], s.v_slots.at[slot]
-        looks = span.ragged(j) if mends and mask.hides_real_keys else None
+        return step, lax.rem(step, tiles.stages), *(x.at[example, keys, kv_head] for x in (inputs.key, inputs.value))
 
-        together: Any = {"collective_axes": "rank"} if work.cluster > 1 else {}
+    def wait_for_slot(step, consumed):
+        pl.when(step >= tiles.stages)(lambda: plgpu.barrier_wait(consumed.at[lax.rem(step, tiles.stages)]))
+
+    def load_kv(j, first=False):
+        step, slot, k_ref, v_ref = place_kv(j)
+        k_slot, v_slot = s.k_slots.at[slot], s.v_slots.at[slot]
+        looks = span.ragged(j) if again is None and mask.hides_real_keys else None
 
         def copy(ref, slot_ref, ready):
             if looks is None:
@@ -299,31 +304,41 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
                 pl.when(looks)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, s.kv_arrived))
                 pl.when(~looks)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, ready))
 
-        @pl.when(step >= tiles.stages)
-        def _wait_k():
-            plgpu.barrier_wait(s.k_consumed.at[slot])
-
+        wait_for_slot(step, s.k_consumed)
         copy(k_ref, k_slot, s.k_ready.at[slot])
         if first:
             load_q()
-
-        @pl.when(step >= tiles.stages)
-        def _wait_v():
-            plgpu.barrier_wait(s.v_consumed.at[slot])
-
+        wait_for_slot(step, s.v_consumed)
         copy(v_ref, v_slot, s.v_ready.at[slot])
         if looks is not None:
 
             @pl.when(looks)
             def _mend():
                 plgpu.barrier_wait(s.kv_arrived)
-                mend_broken_rows(k_slot, v_slot)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(s.k_ready.at[slot])
-                plgpu.barrier_arrive(s.v_ready.at[slot])
+                pl.when(has_broken_rows(v_slot))(lambda: mend_broken_rows(k_slot, v_slot))
+                hand_over(slot)
 
-    load_kv(span.first, first=True)
-    lax.fori_loop(span.first + 1, span.last, lambda j, _: load_kv(j), None)
+    def load_and_mend_kv(j, _):
+        step, slot, k_ref, v_ref = place_kv(j)
+        wait_for_slot(step, s.k_consumed)
+        wait_for_slot(step, s.v_consumed)
+        plgpu.copy_gmem_to_smem(k_ref, s.k_slots.at[slot], s.kv_arrived)
+        plgpu.copy_gmem_to_smem(v_ref, s.v_slots.at[slot], s.kv_arrived)
+        plgpu.barrier_wait(s.kv_arrived)
+        pl.when(span.ragged(j))(lambda: mend_broken_rows(s.k_slots.at[slot], s.v_slots.at[slot]))
+        hand_over(slot)
+
+    def hand_over(slot):
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(s.k_ready.at[slot])
+        plgpu.barrier_arrive(s.v_ready.at[slot])
+
+    if again:
+        load_q()
+        lax.fori_loop(span.first, span.last, load_and_mend_kv, None)
+    else:
+        load_kv(span.first, first=True)
+        lax.fori_loop(span.first + 1, span.last, lambda j, _: load_kv(j), None)
 
 
 def join_sink(state: OnlineSoftmax, sinks: Any, piece: Piece, rows: Any, layout: Any) -> tuple[OnlineSoftmax, Any]:

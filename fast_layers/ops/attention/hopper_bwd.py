@@ -716,12 +716,15 @@ def as_summed(d_query: Float[Array, "t c"], units: Float[Array, " t"] | None) ->
 
 
 def make_finite(tile: Any) -> None:
-    """Zeros in place of NaN and inf, one column of swizzled tiles at a time to spare registers."""
+    """Zeros in place of NaN and inf, one column of swizzled tiles at a time, to spare registers and code."""
     columns = swizzled_columns(tile.shape[1], tile.dtype)
-    for start in range(0, tile.shape[1], columns):
-        part = tile.at[:, start : start + columns]
+
+    def mend(i, _):
+        part = tile.at[:, pl.ds(i * columns, columns)]
         x = plgpu.load(part, layout=WGMMA, optimized=False)
         part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros_like(x))
+
+    lax.fori_loop(0, tile.shape[1] // columns, mend, None)
 
 
 class _Scratch(NamedTuple):

@@ -89,12 +89,12 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         def _load():
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
             role = functools.partial(load, work, mask, inputs, s)
-            turn, steps = each_piece(functools.partial(role, mends=False))
+            turn, steps = each_piece(functools.partial(role, again=False))
             if mask.hides_real_keys:
 
                 @pl.when(some_are_broken())
                 def _again():
-                    each_piece(role, turn=turn, steps=steps)
+                    each_piece(functools.partial(role, again=True), turn=turn, steps=steps)
 
             if tiles.cluster > 1:
                 drain(s, steps)

@@ -242,39 +242,50 @@ class TileMask:
         return example if ref.shape[0] > 1 else 0
 
 
+def has_broken_rows(value: Any) -> Any:
+    """Whether a value (a row of a tile in shared memory) has a NaN or inf."""
+    count = _parts(value)
+    whole = plgpu.layout_cast(jnp.zeros((_ROWS, value.shape[1] // count), value.dtype), WGMMA)
+    whole = lax.fori_loop(0, value.shape[0] // _ROWS, lambda block, x: x + _nothing_or_nan(value, block), whole)
+    return whole.astype(jnp.float32).sum(axis=1).sum() != 0  # NaN differs from everything
+
+
 def mend_broken_rows(key: Any, value: Any) -> None:
-    """Where a value (a row of a tile in shared memory) has a NaN or inf: that value 0, and its key NaN.
+    """Where a value has a NaN or inf: that value 0, and its key NaN.
 
     Whoever sees such a key then gets a score of NaN. Who does not would else get 0 * NaN from the hidden value.
     """
-    blocks = value.shape[0] // _ROWS
-
-    def parts(tile, block):
-        columns = swizzled_columns(tile.shape[1], tile.dtype)
-        rows = pl.ds(block * _ROWS, _ROWS)
-        return [tile.at[rows, c : c + columns] for c in range(0, tile.shape[1], columns)]
-
-    def nothing_or_nan(block):
-        """[rows, columns]: 0, or NaN where a value of this row is broken; in 16 bits, which come two an instruction."""
-        loaded = (plgpu.load(part, layout=WGMMA, optimized=False) for part in parts(value, block))
-        return functools.reduce(jnp.add, (x * jnp.zeros_like(x) for x in loaded))
 
     def mend(block, _):
-        broken = nothing_or_nan(block).astype(jnp.float32).sum(axis=1) != 0  # NaN differs from everything
+        broken = _nothing_or_nan(value, block).astype(jnp.float32).sum(axis=1) != 0
         for tile, what in ((value, 0), (key, jnp.nan)):
-            for part in parts(tile, block):
+
+            def mend_part(i, _, tile=tile, what=what):
+                part = _part(tile, block, i)
                 x = plgpu.load(part, layout=WGMMA, optimized=False)
                 spread = lax.broadcast_in_dim(broken, x.shape, [0])
                 part[...] = jnp.where(spread, jnp.full_like(x, what), x)
 
-    columns = swizzled_columns(value.shape[1], value.dtype)
-    whole = plgpu.layout_cast(jnp.zeros((_ROWS, columns), value.dtype), WGMMA)
-    whole = lax.fori_loop(0, blocks, lambda block, x: x + nothing_or_nan(block), whole)
-    whole = whole.astype(jnp.float32).sum(axis=1)
+            lax.fori_loop(0, _parts(tile), mend_part, None)  # few tiles need it: little code is worth more than time
 
-    @pl.when(whole.sum() != 0)
-    def _mend_all():
-        lax.fori_loop(0, blocks, mend, None)
+    lax.fori_loop(0, value.shape[0] // _ROWS, mend, None)
+
+
+def _nothing_or_nan(value: Any, block: Any) -> Any:
+    """[rows, columns]: 0, or NaN where a value of this row is broken; in 16 bits, which come two an instruction."""
+    parts = (_part(value, block, i) for i in range(_parts(value)))
+    loaded = (plgpu.load(part, layout=WGMMA, optimized=False) for part in parts)
+    return functools.reduce(jnp.add, (x * jnp.zeros_like(x) for x in loaded))
+
+
+def _parts(tile: Any) -> int:
+    """How many swizzled tiles stand beside each other."""
+    return tile.shape[1] // swizzled_columns(tile.shape[1], tile.dtype)
+
+
+def _part(tile: Any, block: Any, i: Any) -> Any:
+    columns = tile.shape[1] // _parts(tile)
+    return tile.at[pl.ds(block * _ROWS, _ROWS), pl.ds(i * columns, columns)]
 
 
 def by_row(x: Float[jax.Array, " R"], columns: int) -> Float[jax.Array, "R C"]:
