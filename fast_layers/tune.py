@@ -226,7 +226,11 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
         made = (kind(wgs, keys, stages, *grid, **order) for wgs, keys, stages, grid, order in choices)
     elif kind is HopperBackwardTiles:
         grids = 0, HOPPER_SMS
-        made = itertools.starmap(kind, itertools.product((64, 128), (1, 2, 3), {False, mask != "full"}, grids))
+        choices = itertools.product((64, 128), (1, 2, 3), {False, mask != "window"}, {False, mask != "full"}, grids)
+        made = (
+            kind(queries, stages, ragged_apart=ragged, blocks=blocks, d_query_apart=apart)
+            for queries, stages, apart, ragged, blocks in choices
+        )
     else:
         made = itertools.starmap(kind, itertools.product((1, 2, 3), (32, 64)))
     return (tiles for tiles in made if tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES)

@@ -17,7 +17,9 @@ import fast_layers
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.ops.attention import (
     api,
+    config,
     hopper_bwd,
+    hopper_bwd_apart,
     hopper_bwd_deep,
     hopper_bwd_rows,
     hopper_call,
@@ -27,7 +29,7 @@ from fast_layers.ops.attention import (
     xla,
 )
 from fast_layers.ops.attention.config import HopperBackwardTiles, HopperForwardTiles
-from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
+from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals, finite_or_zero
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
 from simulator.attention import StandIn, backward_tiles, changed, forward_tiles, judge, only, patched
@@ -164,6 +166,54 @@ PERSISTENT_BACKWARD = {
     "grouped heads": (_square(260, heads=4, kv_heads=2, is_causal=True), HopperBackwardTiles(128, blocks=2)),
     "keys that nobody sees": (CASES["more keys"], HopperBackwardTiles(128, blocks=1)),
 }
+
+
+# More tiles of queries than blocks make dQ of.
+APART = {
+    "causal, grouped heads": (_square(384, heads=2, kv_heads=1, is_causal=True), HopperBackwardTiles(128)),
+    "causal, depth 128": (
+        _square(384, heads=1, kv_heads=1, qk_dim=128, v_dim=128, is_causal=True, lse_gradient=True),
+        HopperBackwardTiles(64, ragged_apart=True),
+    ),
+    "full, persistent": (
+        Case(batch=1, q_len=128, kv_len=384, heads=2, kv_heads=1, qk_dim=128, v_dim=128),
+        HopperBackwardTiles(64, blocks=1),
+    ),
+    "causal, persistent": (
+        _square(256, heads=2, kv_heads=2, is_causal=True),
+        HopperBackwardTiles(128, blocks=1),
+    ),
+}
+
+
+def _apart(tiles: HopperBackwardTiles) -> tuple[tuple[Any, str, Any], ...]:
+    return backward_tiles(dataclasses.replace(tiles, d_query_apart=True)), (hopper_bwd_apart, "HOPPER_SMS", 1)
+
+
+@pytest.mark.parametrize("name", some_each_run(APART, {"causal, grouped heads", "full, persistent"}))
+def test_d_query_by_a_kernel_of_its_own(name):
+    case, tiles = APART[name]
+    with patched(*_apart(tiles)):
+        judged = judge(case, supports=only("backward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+
+
+def test_a_hidden_key_that_is_broken_where_d_query_is_apart():
+    """Those before it get what they get without it, those behind it NaN."""
+    query, key, value, d_out = _draw(batch=1, length=256, heads=1)
+    key = key.at[0, 200, 0, 3].set(jnp.nan).at[0, 220, 0, 3].set(jnp.inf)
+    inputs, aux, options, _ = api._prepare(query, key, value, is_causal=True)
+    problem = options.problem(inputs, aux)
+    out, lse = reference.forward(problem, inputs, aux)
+    whole = inputs._replace(key=finite_or_zero(key))
+    want = reference.backward(problem, Residuals(whole, aux, out, lse), d_out, jnp.zeros_like(lse)).query
+    with patched(*_apart(HopperBackwardTiles(128))):
+        backward = functools.partial(hopper_call.backward, problem)
+        got = simulate(backward, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse)).check().query
+    assert np.isnan(np.asarray(got[0, 200:], np.float32)).any(-1).all()
+    got, want = (np.asarray(x, np.float32)[0, :200] for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=2e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", some_each_run(PERSISTENT_BACKWARD, {"full", "causal, one step at the end"}))
@@ -444,6 +494,23 @@ PERSISTENT_BACKWARD_FAULTS = {
     "dK and dV not committed": (ONE_STEP, StandIn("commit_smem #4"), "write of SMEM"),
 }
 
+# Four steps of three slots, and three tiles of queries for one block.
+APART_CASE = _square(384, heads=1, kv_heads=1, is_causal=True)
+APART_FAULTS = {
+    "dS not awaited": (APART_CASE, StandIn("barrier_wait ready"), "read of SMEM"),
+    "dS overwritten": (APART_CASE, StandIn("barrier_wait consumed"), "write of SMEM"),
+    "dS overwritten in flight": (APART_CASE, StandIn("wgmma_wait"), "SMEM"),
+    "finite keys not awaited": (APART_CASE, StandIn("barrier_wait keys_mended"), "SMEM"),
+    # In the text: finite keys, dQ.
+    "dQ not committed": (APART_CASE, StandIn("commit_smem #2"), "write of SMEM"),
+    "dQ's slot overwritten": (APART_CASE, StandIn("read wait_smem_to_gmem #1"), "write of SMEM"),
+}
+LEFT_FAULTS = {
+    # In the text: finite keys, dS, dK and dV.
+    "dS not committed": (APART_CASE, StandIn("commit_smem #2"), "write of SMEM"),
+    "dS's slot overwritten": (APART_CASE, StandIn("read wait_smem_to_gmem #1"), "write of SMEM"),
+}
+
 # Six steps: two rounds of every ring.
 DEEP_CASE = Case(batch=1, q_len=384, kv_len=64, heads=1, kv_heads=1, qk_dim=192, v_dim=64)
 MASKED_DEEP = dataclasses.replace(
@@ -521,7 +588,8 @@ FORM_FAULTS = {
 def _run(module, case, stand_in, *patches):
     pass_ = "forward" if module is hopper_fwd else "backward"
     rows_by_xla = (hopper_bwd_rows, "takes", lambda *_: False)  # test_hopper_attention_rows.py has their kernel
-    with changed(module, stand_in, FORWARD_TILES, rows_by_xla, *patches):
+    together = (config, "LONGEST_D_QUERY_APART", {})
+    with changed(module, stand_in, FORWARD_TILES, rows_by_xla, together, *patches):
         return judge(case, supports=only(pass_), timeout=20.0)
 
 
@@ -580,6 +648,16 @@ def test_planted_fault_of_the_backward_is_found(fault):
 def test_planted_fault_of_the_persistent_backward_is_found(fault):
     patch = backward_tiles(HopperBackwardTiles(128, blocks=1))
     _found(hopper_bwd, fault, PERSISTENT_BACKWARD_FAULTS, patch)
+
+
+@pytest.mark.parametrize("fault", some_each_run(APART_FAULTS, {"dS overwritten"}))
+def test_planted_fault_of_d_query_apart_is_found(fault):
+    _found(hopper_bwd_apart, fault, APART_FAULTS, *_apart(HopperBackwardTiles(128)))
+
+
+@pytest.mark.parametrize("fault", some_each_run(LEFT_FAULTS, set()))
+def test_planted_fault_of_what_is_left_for_d_query_is_found(fault):
+    _found(hopper_bwd, fault, LEFT_FAULTS, *_apart(HopperBackwardTiles(128)))
 
 
 @pytest.mark.parametrize("fault", some_each_run(DEEP_FAULTS, DEEP_EACH_RUN))

@@ -63,6 +63,10 @@ _DEEPEST_RING = 8
 MOST_DEALT_PIECES = 1 << 18
 """Of a persistent grid: tracing a call deals them out in Python, and their list becomes a constant of the program."""
 _MOST_SHALLOW_TILES = 64
+LONGEST_D_QUERY_APART = {64: 512, 128: 4096}
+"""By depth, the most queries and keys for which an H200 was timed to be faster so."""
+MOST_D_SCORES_BYTES = 1 << 30
+"""That dS takes for a while."""
 """Of keys, for a persistent grid of the backward at depths up to 64 without a mask."""
 _MOST_SPLITS = 128
 _KEY_TILES_PER_SPLIT = 4
@@ -268,6 +272,8 @@ class HopperBackwardTiles:
 
     `ragged_apart`: the tiles that a causal mask or window cuts through have a loop of their own, instead of a branch in
     the one loop that keeps products from overlapping. At depths up to 64 under a causal mask alone it gained nothing.
+
+    `d_query_apart`: dS goes to the GPU's memory, and another kernel makes dQ of it, where `leaves_d_scores`.
     """
 
     kv_tile = 128
@@ -276,6 +282,7 @@ class HopperBackwardTiles:
     stages: int = 2
     ragged_apart: bool = False
     blocks: int = 0
+    d_query_apart: bool = False
 
     def __post_init__(self):
         if self.q_tile not in (64, 128):
@@ -296,6 +303,14 @@ class HopperBackwardTiles:
         d_scores, d_query = 2 * 2 * self.q_tile * self.kv_tile, 4 * self.q_tile * qk_dim
         return inputs + next_keys + d_scores + d_query + 3 * 4 * self.stages * self.q_tile + (1 << 10)
 
+    def leaves_d_scores(self, problem: Problem) -> bool:
+        """No mask, or a causal one over as many keys as queries; lengths of whole tiles; not too many in all."""
+        p, band = problem, problem.mask.band
+        causal = band is not None and band.low is None and band.high == 0 and p.q_len == p.kv_len
+        whole = p.q_len % self.kv_tile == p.kv_len % self.kv_tile == 0 and p.qk_dim == p.v_dim in (64, 128)
+        few = p.batch * p.heads * p.q_len * p.kv_len * p.dtype.itemsize <= MOST_D_SCORES_BYTES
+        return known_before_the_call(p) and (band is None or causal) and whole and few
+
     @classmethod
     def of(cls, problem: Problem) -> HopperBackwardTiles:
         p, band = problem, problem.mask.band
@@ -305,9 +320,15 @@ class HopperBackwardTiles:
             apart = apart and p.softcap is not None
         kv_tiles = -(-p.kv_len // cls.kv_tile)
         # Measured on an H200, 2026-11-23: see bench/NOTES.md.
-        gains = (band is not None or kv_tiles <= _MOST_SHALLOW_TILES) if shallow else band is None
+        tiles = cls(128 if shallow else 64, ragged_apart=apart)
+        short = max(p.q_len, p.kv_len) <= LONGEST_D_QUERY_APART.get(p.qk_dim, 0)
+        d_query_apart = short and tiles.leaves_d_scores(p)
+        if shallow:
+            gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES
+        else:
+            gains = band is None or band.low is not None or d_query_apart
         persistent = gains and known_before_the_call(p) and p.batch * p.kv_heads * kv_tiles <= MOST_DEALT_PIECES
-        return cls(128 if shallow else 64, ragged_apart=apart, blocks=HOPPER_SMS if persistent else 0)
+        return dataclasses.replace(tiles, blocks=HOPPER_SMS if persistent else 0, d_query_apart=d_query_apart)
 
 
 @dataclasses.dataclass(frozen=True)

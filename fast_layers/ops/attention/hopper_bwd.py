@@ -25,11 +25,14 @@ array by TMA, in whatever order they come. So that array holds integers: sums of
 and every run gives the same bits. Each row has its own unit, a power of two, from a bound on what the row can sum to.
 Where the bits may change from run to run (`Problem.reproducible`), it holds floats, and rows have no units.
 
+With `d_query_apart` dS goes to the GPU's memory instead, another kernel makes dQ of it, and there are no units.
+
 Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -130,12 +133,17 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         query = finite_or_zero(query)
         d_out = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, finite_or_zero(d_out))
         lse = jnp.where(broken & ~sees_none, jnp.nan, lse)
-    measured = hopper_bwd_rows.Operands(out, d_out, inputs.key, inputs.value)
-    if hopper_bwd_rows.takes(p, tiles.q_tile, qk_dim):
+    apart = launch is _launch and tiles.d_query_apart and tiles.leaves_d_scores(p)
+    if launch is _launch:
+        tiles = dataclasses.replace(tiles, d_query_apart=apart)
+    rows, measured = None, hopper_bwd_rows.Operands(out, d_out, inputs.key, inputs.value)
+    if apart:
+        delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    elif hopper_bwd_rows.takes(p, tiles.q_tile, qk_dim):
         rows = over_batch(functools.partial(hopper_bwd_rows.row_sums, summed_dtype(p)))(p, measured)
     else:
         rows = hopper_bwd_rows.row_sums_by_xla(measured)
-    delta = rows.delta
+    delta = delta if rows is None else rows.delta
     broken_rows = ~(jnp.isfinite(lse) & jnp.isfinite(delta))
     delta = jnp.where(sees_none, 0.0, delta - d_lse)
     whole = round_up(p.q_len, tiles.q_tile)
@@ -143,7 +151,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     start = jnp.where(jnp.isfinite(delta) & (lse < jnp.inf), -lse / (p.scale if folds_lse(p) else 1.0), jnp.nan)
     start = jnp.where(sees_none, -jnp.inf, start)
     mask = RowMask.of(p, aux.mask, tiles.q_tile, tiles.kv_tile)
-    units, broken_keys = hopper_bwd_units.row_units(p, aux.mask, rows, delta)
+    units, broken_keys = (None, None) if rows is None else hopper_bwd_units.row_units(p, aux.mask, rows, delta)
     hides_keys = p.mask.band is not None or hides_queries or p.kv_len % tiles.kv_tile != 0
     operands = Operands(
         pad_for_tma(query, tiles.q_tile, qk_dim),
@@ -152,20 +160,23 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         pad_for_tma(d_out, tiles.q_tile, v_dim),
         pad_axis(start, whole, 2, -jnp.inf),
         pad_axis(-finite_or_zero(delta), whole, 2),
-        pad_axis(units, whole, 2, 1.0) if p.reproducible else None,
+        None if units is None or not p.reproducible else pad_axis(units, whole, 2, 1.0),
         mask,
         None if mask is None else _query_span(p, mask, tiles.q_tile, tiles.kv_tile),
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile, keys_first=True),
         broken_keys if hides_keys else None,
         _some_of_tile(pad_axis(broken_rows, whole, 2), tiles.q_tile) if hides_queries and in_kernel else None,
-        rows.d_query,
+        None if rows is None else rows.d_query,
     )
     d_query, d_key, d_value = over_batch(functools.partial(launch, tiles), SHARED)(p, operands)
-    # Integers know no NaN; a row that starts from NaN has one in every weight.
-    to_float = jnp.where(jnp.isnan(start), jnp.nan, p.scale / (units if p.reproducible else 1.0))
-    to_float = to_float.swapaxes(1, 2)[..., None]
+    if not apart:
+        # Integers know no NaN; a row that starts from NaN has one in every weight.
+        to_float = p.scale / units if p.reproducible and units is not None else p.scale
+        to_float = jnp.where(jnp.isnan(start), jnp.nan, to_float)
+        to_float = to_float.swapaxes(1, 2)[..., None]
+        d_query = (d_query[:, : p.q_len, :, : p.qk_dim].astype(jnp.float32) * to_float).astype(p.dtype)
     return Inputs(
-        query=(d_query[:, : p.q_len, :, : p.qk_dim].astype(jnp.float32) * to_float).astype(p.dtype),
+        query=d_query,
         key=d_key[:, : p.kv_len, :, : p.qk_dim],
         value=d_value[:, : p.kv_len, :, : p.v_dim],
         bias=None if inputs.bias is None else _bias_gradient(p, inputs, aux, operands),
@@ -253,7 +264,7 @@ def _schedule(p: Problem, tiles: HopperBackwardTiles, order: TileOrder) -> np.nd
 def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     _, q_rows, _, qk_dim = operands.query.shape
     _, kv_rows, _, v_dim = operands.value.shape
-    q_tile, ring = tiles.q_tile, tiles.stages
+    q_tile, ring, apart = tiles.q_tile, tiles.stages, tiles.d_query_apart
     kv_tiles = -(-p.kv_len // KV_TILE)
     # The two warpgroups share dQ's tile: by rows where there are two times 64, else by columns.
     by_rows = q_tile == WARPGROUPS * ROWS
@@ -263,17 +274,20 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     order = piece_order(p, kv_tiles, bytes_per_head, _fits_first(p, tiles, kv_tiles))
     schedule = _schedule(p, tiles, order) if qk_dim == v_dim else None
     persistent = schedule is not None
+    lags = not apart  # dQ, a step behind
     keeps_barriers = not persistent or _keeps_barriers(p, kv_tiles)
     zeros, operands = operands.d_query, operands._replace(d_query=None)
+    with_units = operands.units is not None
     arrays, tree = jax.tree.flatten(operands)
 
     def attention_backward(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        # The first of the results is dQ, or dS for it.
         *schedule_ref, d_query_ref, d_key_ref, d_value_ref = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, q_tile, KV_TILE, inputs.mask, logits)
-        if persistent:
+        if persistent and lags:
             sums, results = scratch.pop("sums or results")
             scratch |= {"d_query_slots": sums, "result_slots": results}
         s = _Scratch(**scratch)
@@ -309,7 +323,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 before, d_key, d_value = compute(
                     inputs, s, mask, logits, d_query_ref, piece, turn, before, keys.start, warpgroup
                 )
-                if not persistent:
+                if lags and not persistent:
                     last_d_query(s, d_query_ref, before, warpgroup)
                 if p.dropout_rate:
                     d_value = d_value * logits.survived
@@ -318,9 +332,10 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 return before
 
             def send_through_inputs(piece: _Piece, keys, d_key, d_value):
-                # Keys that both warpgroups have used for dQ.
-                plgpu.barrier_arrive(s.keys_left)
-                plgpu.barrier_wait(s.keys_left)
+                if lags:
+                    # Keys that both warpgroups have used for dQ.
+                    plgpu.barrier_arrive(s.keys_left)
+                    plgpu.barrier_wait(s.keys_left)
                 s.v_slot[warpgroup] = d_value
                 for i in range(panels):
                     s.k_slots[0, i, own] = d_key[:, i * panel : (i + 1) * panel]
@@ -349,12 +364,14 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             zero = jnp.int32(0)
 
             def nothing(piece):
+                if not lags:
+                    return _Before(zero)
                 # With one piece its place is no part of what a step hands to the next.
                 example, k_index = (zero, zero) if piece is None else (piece.example, None)
                 return _Before(zero, example, zero, zero, k_index, any_units)
 
             before = each_piece(gradients, nothing)
-            if persistent:
+            if lags and persistent:
                 last_d_query(s, d_query_ref, before, warpgroup)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -430,10 +447,15 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                     make_finite(tile)
                 plgpu.commit_smem()
 
-        @pl.when((before.steps == 0) & (piece.steps > 0))
-        def _nothing_before():
+        if apart and not sees_all(p):
+            # As above; but here nobody has looked whether they are broken.
+            for tile in (*key, value):
+                make_finite(tile)
+            plgpu.commit_smem()
+        if lags:
             # The step before the first has no scores: its dQ, of whatever stands there, is added to nothing.
-            plgpu.barrier_arrive(s.scores_ready.at[1])
+            nothing_before = (before.steps == 0) & (piece.steps > 0)
+            pl.when(nothing_before)(lambda: plgpu.barrier_arrive(s.scores_ready.at[1]))
 
         def mend_queries(slot, broken):
             """One warpgroup mends the queries, the other the output gradients; both read both."""
@@ -510,11 +532,19 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                 )
                 units = None
-                if p.reproducible:
+                if inputs.units is not None:
                     of_tile = s.row_slots.at[UNITS, slot, pl.ds(first_row, ROWS)]
                     units = plgpu.load(of_tile, layout=BY_ROW, optimized=False)
                 plgpu.wgmma(d_value, kept.astype(p.dtype), d_out)
                 d_scores = (weights * d_weights).astype(p.dtype)
+                if not lags:
+                    leave_d_scores(buffer, d_scores, head, q_index)
+                    plgpu.wgmma(d_key, d_scores, query)
+                    plgpu.wgmma_wait(1)  # dK's product goes on
+                    plgpu.barrier_arrive(s.d_out_consumed.at[slot])
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(s.q_consumed.at[slot])
+                    return before._replace(steps=i + 1)
 
                 @pl.when(i > 0)
                 def _wait_consumed():
@@ -541,7 +571,16 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 for j in range(q_tile // ROWS):
                     s.d_scores[buffer, j, own] = d_scores[:, j * ROWS : (j + 1) * ROWS]
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(s.scores_ready.at[buffer])
+                if lags:
+                    plgpu.barrier_arrive(s.scores_ready.at[buffer])
+
+            def leave_d_scores(buffer, d_scores, head, q_index):
+                plgpu.wait_smem_to_gmem(q_tile // ROWS, wait_read_only=True)  # for those of the step before the last
+                write_d_scores(buffer, d_scores)
+                for j in range(q_tile // ROWS):
+                    queries = pl.ds(q_index * q_tile + j * ROWS, ROWS)
+                    to = d_query_ref.at[example * p.heads + head, pl.ds(k_start, ROWS), queries]
+                    plgpu.copy_smem_to_gmem(s.d_scores.at[buffer, j, own], to)
 
             after = piece.each_query_tile(step, before)
             return after, d_key[...], d_value[...]
@@ -553,7 +592,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         )
 
     def key_slot_of(turn):
-        return lax.rem(turn, 2) if persistent else 0
+        return lax.rem(turn, 2) if lags and persistent else 0
 
     def multiply_d_query(s: _Scratch, acc, step: _Before, warpgroup):
         buffer = lax.rem(step.steps + 1, 2)
@@ -588,42 +627,53 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         return lax.broadcast_in_dim(x, (ROWS, q_tile), [1])
 
     scratch = {
-        "k_slots": smem_tile(2 if persistent else 1, panels, KV_TILE, panel, dtype=p.dtype),
+        "k_slots": smem_tile(2 if lags and persistent else 1, panels, KV_TILE, panel, dtype=p.dtype),
         "v_slot": smem_tile(WARPGROUPS, ROWS, v_dim, dtype=p.dtype),
         "q_slots": smem_tile(ring, q_tile, qk_dim, dtype=p.dtype),
         "d_out_slots": smem_tile(ring, q_tile, v_dim, dtype=p.dtype),
         "d_scores": smem_tile(2, q_tile // ROWS, KV_TILE, ROWS, dtype=p.dtype),
-        "d_query_slots": smem_tile(WARPGROUPS, ROWS, panel, dtype=summed_dtype(p)),
-        "row_slots": plgpu.SMEM((2 + p.reproducible, ring, q_tile), jnp.float32),
+        "row_slots": plgpu.SMEM((2 + with_units, ring, q_tile), jnp.float32),
         "kv_ready": plgpu.Barrier(num_arrivals=panels + WARPGROUPS),
         "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=ring),
-        "d_out_ready": plgpu.Barrier(num_arrivals=2 + p.reproducible, num_barriers=ring),
+        "d_out_ready": plgpu.Barrier(num_arrivals=2 + with_units, num_barriers=ring),
         "q_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
         "d_out_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
         "queries_mended": plgpu.Barrier(num_arrivals=WARPGROUPS),
-        "scores_ready": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
-        "scores_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
     }
+    results = smem_tile(WARPGROUPS, _RESULT_PARTS, ROWS, panel, dtype=p.dtype)
     if persistent:
-        results = smem_tile(WARPGROUPS, _RESULT_PARTS, ROWS, panel, dtype=p.dtype)
-        scratch["sums or results"] = plgpu.RefUnion(scratch.pop("d_query_slots"), results)
         scratch["kv_consumed"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
+    if lags:
+        sums = smem_tile(WARPGROUPS, ROWS, panel, dtype=summed_dtype(p))
+        scratch |= {"sums or results": plgpu.RefUnion(sums, results)} if persistent else {"d_query_slots": sums}
+        for name in ("scores_ready", "scores_consumed"):
+            scratch[name] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2)
+        if not persistent:
+            scratch["keys_left"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
+    elif persistent:
+        scratch["result_slots"] = results
+    shapes: list[tuple[int, ...]] = [(p.batch, kv_rows, p.kv_heads, dim) for dim in (qk_dim, v_dim)]
+    added_to = []
+    if apart:
+        shapes.insert(0, (p.batch * p.heads, kv_rows, q_rows))
     else:
-        scratch["keys_left"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
-    if zeros is None:
-        zeros = jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p))
-    d_query = jax.new_ref(zeros)
-    d_key, d_value = plgpu.kernel(
+        zeros = jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p)) if zeros is None else zeros
+        added_to.append(jax.new_ref(zeros))
+    *d_scores, d_key, d_value = plgpu.kernel(
         attention_backward,
-        out_type=tuple(jax.ShapeDtypeStruct((p.batch, kv_rows, p.kv_heads, dim), p.dtype) for dim in (qk_dim, v_dim)),
+        out_type=tuple(jax.ShapeDtypeStruct(shape, p.dtype) for shape in shapes),
         grid=(tiles.blocks if persistent else order.total,),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not keeps_barriers),
-    )(*arrays, *([jnp.asarray(schedule)] if persistent else []), d_query)
-    return d_query[...], d_key, d_value
+    )(*arrays, *([jnp.asarray(schedule)] if persistent else []), *added_to)
+    if apart:
+        from fast_layers.ops.attention import hopper_bwd_apart
+
+        return hopper_bwd_apart.d_query(p, *d_scores, operands.key), d_key, d_value
+    return added_to[0][...], d_key, d_value
 
 
 class _Piece(NamedTuple):
@@ -699,11 +749,11 @@ class _Before(NamedTuple):
     """The step before: how many there were up to it, its query head and tile, and the units of its rows."""
 
     steps: Any
-    example: Any
-    head: Any
-    q_index: Any
-    k_index: Any
-    units: Any
+    example: Any = None
+    head: Any = None
+    q_index: Any = None
+    k_index: Any = None
+    units: Any = None
 
 
 def summed_dtype(p: Problem) -> Any:
@@ -735,7 +785,6 @@ class _Scratch(NamedTuple):
     q_slots: Any
     d_out_slots: Any
     d_scores: Any
-    d_query_slots: Any
     row_slots: Any
     kv_ready: Any
     q_ready: Any
@@ -743,8 +792,9 @@ class _Scratch(NamedTuple):
     q_consumed: Any
     d_out_consumed: Any
     queries_mended: Any
-    scores_ready: Any
-    scores_consumed: Any
+    scores_ready: Any = None
+    scores_consumed: Any = None
+    d_query_slots: Any = None
     result_slots: Any = None
     keys_left: Any = None
     kv_consumed: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fast_layers.ops.attention import api, hopper_bwd_deep
@@ -59,6 +60,33 @@ def test_warpgroups_of_the_deep_backward_ask_for_no_more_either():
 def test_impossible_tiles_reject_themselves(make, reason):
     with pytest.raises(ValueError, match=reason):
         make()
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "depth", "options", "apart"),
+    [
+        (512, 512, 128, {}, True),
+        (512, 512, 64, {"is_causal": True}, True),
+        (1024, 1024, 64, {"is_causal": True}, False),
+        (1024, 512, 128, {}, True),
+        (1024, 512, 128, {"is_causal": True}, False),
+        (2048, 2048, 128, {}, True),
+        (4096, 4096, 128, {}, False),
+        (448, 448, 128, {}, False),
+        (512, 512, 96, {}, False),
+        (512, 512, 128, {"local_window_size": (100, 0)}, False),
+        (512, 512, 128, {"key_value_seq_lengths": np.full(8, 100)}, False),
+    ],
+)
+def test_short_rows_of_whole_tiles_have_a_kernel_for_d_query(q_len, kv_len, depth, options, apart):
+    def choose(query, key, value):
+        inputs, aux, given, _ = api._prepare(query, key, value, **options)
+        chosen.append(HopperBackwardTiles.of(given.problem(inputs, aux)))
+
+    chosen: list[HopperBackwardTiles] = []
+    lengths = q_len, kv_len, kv_len
+    jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, length, 16, depth), jnp.bfloat16) for length in lengths))
+    assert chosen[0].d_query_apart == apart
 
 
 @pytest.mark.parametrize(

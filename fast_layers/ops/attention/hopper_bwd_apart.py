@@ -1,0 +1,146 @@
+"""dQ by a product of its own, for attention's backward on Hopper (sm_90a) where rows are short.
+
+Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H depth.
+
+The backward's main kernel leaves dS, its keys first, in the GPU's memory, and a block here goes through the keys that a
+tile of 128 queries sees, 64 queries for each of its two compute warpgroups:
+
+    load warpgroup                              each compute warpgroup, on its own 64 queries
+    dS, K       -> ready        waits consumed      dQ += dS K                        frees consumed
+                                                    dQ * scale                        -> shared memory, then TMA
+
+The blocks are persistent, so that the next tile loads meanwhile. Each row is summed by one block in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.ops.attention.config import HOPPER_SMS, sees_all
+from fast_layers.ops.attention.hopper_bwd import make_finite
+from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.problem import Problem
+
+WARPGROUPS = 2
+TILE = WARPGROUPS * ROWS
+_STAGES = 3
+
+
+class _Scratch(NamedTuple):
+    score_slots: Any
+    key_slots: Any
+    result_slots: Any
+    ready: Any
+    consumed: Any
+    keys_mended: Any
+
+
+# Jitted, so that a model of many equal layers traces and lowers the kernel once.
+@functools.partial(jax.jit, static_argnums=0)
+def d_query(p: Problem, d_scores: Float[Array, "B*N S T"], key: Float[Array, "B S K H"]) -> Float[Array, "B T N H"]:
+    depth = key.shape[3]
+    q_tiles, kv_tiles = p.q_len // TILE, p.kv_len // TILE
+    pieces = p.batch * p.heads * q_tiles
+    blocks = min(pieces, HOPPER_SMS)
+    causal = not sees_all(p)
+
+    def attention_backward_query(d_scores_ref, key_ref, d_query_ref, **scratch):
+        s = _Scratch(**scratch)
+        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        turns = lax.div(pieces - block + (blocks - 1), blocks)
+
+        def each_tile(role, state):
+            """The last `state = role(head, q_index, number of tiles of keys, state)`."""
+
+            def take(turn, state):
+                index = block + turn * blocks
+                head = lax.div(index, q_tiles)
+                # So that no block has the same tile of each head, as causal ones are of unequal length.
+                q_index = lax.rem(index + lax.div(head * q_tiles, blocks), q_tiles)
+                return role(head, q_index, q_index + 1 if causal else kv_tiles, state)
+
+            return lax.fori_loop(0, turns, take, state)
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _load():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def load(head, q_index, tiles, step):
+                example, kv_head = lax.div(head, p.heads), lax.div(lax.rem(head, p.heads), p.group)
+
+                def tile(j, step):
+                    slot, keys = lax.rem(step, _STAGES), pl.ds(j * TILE, TILE)
+                    pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(s.consumed.at[slot]))
+                    for i in range(WARPGROUPS):
+                        part = d_scores_ref.at[head, keys, pl.ds(q_index * TILE + i * ROWS, ROWS)]
+                        plgpu.copy_gmem_to_smem(part, s.score_slots.at[slot, i], s.ready.at[slot])
+                    plgpu.copy_gmem_to_smem(key_ref.at[example, keys, kv_head], s.key_slots.at[slot], s.ready.at[slot])
+                    return step + 1
+
+                return lax.fori_loop(0, tiles, tile, step)
+
+            each_tile(load, jnp.int32(0))
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _compute():
+            plgpu.set_max_registers(224, action="increase")
+
+            def multiply(head, q_index, tiles, step):
+                def over_keys(acc):
+                    def tile(j, step):
+                        slot = lax.rem(step, _STAGES)
+                        plgpu.barrier_wait(s.ready.at[slot])
+                        if causal:
+                            pl.when(j == tiles - 1)(lambda: mend(slot))
+                        plgpu.wgmma(acc, s.score_slots.at[slot, warpgroup].T, s.key_slots.at[slot])
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(s.consumed.at[slot])
+                        return step + 1
+
+                    step_after = lax.fori_loop(0, tiles, tile, step)
+                    return step_after, acc[...]
+
+                step, product = pl.run_scoped(over_keys, plgpu.WGMMAAccumulatorRef((ROWS, depth), jnp.float32))
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                s.result_slots[warpgroup] = (product * p.scale).astype(p.dtype)
+                plgpu.commit_smem()
+                rows = pl.ds(q_index * TILE + warpgroup * ROWS, ROWS)
+                to = d_query_ref.at[lax.div(head, p.heads), rows, lax.rem(head, p.heads)]
+                plgpu.copy_smem_to_gmem(s.result_slots.at[warpgroup], to)
+                return step
+
+            def mend(slot):
+                # 0 times NaN is NaN; who sees a broken key has NaN in its dS.
+                make_finite(s.key_slots.at[slot, pl.ds(warpgroup * ROWS, ROWS)])
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(s.keys_mended)
+                plgpu.barrier_wait(s.keys_mended)
+
+            each_tile(multiply, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        attention_backward_query,
+        out_type=jax.ShapeDtypeStruct((p.batch, p.q_len, p.heads, depth), p.dtype),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types={
+            "score_slots": smem_tile(_STAGES, WARPGROUPS, TILE, ROWS, dtype=p.dtype),
+            "key_slots": smem_tile(_STAGES, TILE, depth, dtype=p.dtype),
+            "result_slots": smem_tile(WARPGROUPS, ROWS, depth, dtype=p.dtype),
+            "ready": plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=_STAGES),
+            "consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=_STAGES),
+            "keys_mended": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        },
+    )(d_scores, key)
