@@ -63,11 +63,11 @@ _DEEPEST_RING = 8
 MOST_DEALT_PIECES = 1 << 18
 """Of a persistent grid: tracing a call deals them out in Python, and their list becomes a constant of the program."""
 _MOST_SHALLOW_TILES = 64
+"""Of keys, for a persistent grid of the backward at depths up to 64 without a mask."""
 LONGEST_D_QUERY_APART = {64: 512, 128: 4096}
 """By depth, the most queries and keys for which an H200 was timed to be faster so."""
 MOST_D_SCORES_BYTES = 1 << 30
 """That dS takes for a while."""
-"""Of keys, for a persistent grid of the backward at depths up to 64 without a mask."""
 _MOST_SPLITS = 128
 _KEY_TILES_PER_SPLIT = 4
 """At least, where the keys are split."""
