@@ -49,7 +49,7 @@ from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.kernel_parts.tile_order import TileOrder
-from fast_layers.ops.attention.config import HOPPER_SMS, HopperDeepBackwardTiles
+from fast_layers.ops.attention.config import HOPPER_SMS, HopperDeepBackwardTiles, sees_all
 from fast_layers.ops.attention.hopper_bwd import (
     BY_QUERY,
     BY_ROW,
@@ -85,7 +85,9 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     # The key warpgroup gets more than the weights that meet dO, so these stay where they were made.
     holds_weights = p.softcap is not None or p.dropout_rate > 0
     bytes_per_head = p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
-    kv_tiles = -(-p.kv_len // kv_tile)
+    q_tiles, kv_tiles = -(-p.q_len // q_tile), -(-p.kv_len // kv_tile)
+    # What one copy adds lies together, which is faster without a mask. XLA puts it in order as it converts integers.
+    by_parts = sees_all(p)
     pieces = 1 if kv_tiles <= _SHORT_TILES else HOPPER_SMS
     order = TileOrder.of(p.batch * p.kv_heads, kv_tiles, 1, bytes_per_head, pieces)
     zeros, operands = operands.d_query, operands._replace(d_query=None)
@@ -328,13 +330,13 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                 plgpu.barrier_wait(s.scores_consumed)
                 hand_over(d_scores)
 
-            def last(i, _):
+            def last(i):
                 add_product(i)
                 plgpu.barrier_arrive(s.scores_consumed)  # with the query warpgroup's
 
             hand_over(pl.run_scoped(first_scores, score_accumulator), block.steps > 0)
             lax.fori_loop(0, last_step(block), step, None)
-            lax.fori_loop(last_step(block), block.steps, last, None)
+            pl.when(block.steps > 0)(lambda: last(block.steps - 1))
             return d_key[...]
 
         return pl.run_scoped(over_queries, plgpu.WGMMAAccumulatorRef((ROWS, qk_dim), jnp.float32))
@@ -361,7 +363,11 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
                     plgpu.wait_smem_to_gmem(tiles.d_query_slots - 1, wait_read_only=True)
                     slot[...] = as_summed(d_query[:, within : within + columns], units)
                     plgpu.commit_smem()
-                    to = d_query_ref.at[block.example, rows, head, pl.ds(start + within, columns)]
+                    if by_parts:
+                        tile = (block.example * p.heads + head) * q_tiles + lax.div(rows.start, q_tile)
+                        to = d_query_ref.at[tile, part]
+                    else:
+                        to = d_query_ref.at[block.example, rows, head, pl.ds(start + within, columns)]
                     plgpu.copy_smem_to_gmem(slot, to, reduction_op="add")
 
             def first_panel(acc):
@@ -413,9 +419,10 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         "scores_ready": plgpu.Barrier(num_arrivals=1),
         "scores_consumed": plgpu.Barrier(num_arrivals=2),
     }
-    if zeros is None:
-        zeros = jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p))
-    d_query = jax.new_ref(zeros)
+    sums = p.batch, q_rows, p.heads, qk_dim
+    if by_parts:
+        sums = p.batch * p.heads * q_tiles, parts, q_tile, columns
+    d_query = jax.new_ref(jnp.zeros(sums, summed_dtype(p)) if zeros is None else zeros.reshape(sums))
     d_key, d_value = plgpu.kernel(
         attention_backward_deep,
         out_type=tuple(jax.ShapeDtypeStruct((p.batch, kv_rows, p.kv_heads, dim), p.dtype) for dim in (qk_dim, v_dim)),
@@ -426,7 +433,10 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(*jax.tree.leaves(operands), d_query)
-    return d_query[...], d_key, d_value
+    if not by_parts:
+        return d_query[...], d_key, d_value
+    in_order = d_query[...].reshape(p.batch, p.heads, q_tiles, parts, q_tile, columns).transpose(0, 2, 4, 1, 3, 5)
+    return in_order.reshape(p.batch, -1, p.heads, qk_dim), d_key, d_value
 
 
 class _Block(NamedTuple):
