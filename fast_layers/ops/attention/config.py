@@ -64,10 +64,10 @@ MOST_DEALT_PIECES = 1 << 18
 """Of a persistent grid: tracing a call deals them out in Python, and their list becomes a constant of the program."""
 _MOST_SHALLOW_TILES = 64
 """Of keys, for a persistent grid of the backward at depths up to 64 without a mask."""
-LONGEST_D_QUERY_APART = {64: 512, 128: 4096}
-"""By depth, the most queries and keys for which an H200 was timed to be faster so."""
+LONGEST_D_QUERY_APART = {64: 512, 128: 1024}
+"""By depth, the most queries and keys: dS then takes up to four times as much memory as dQ's integers would."""
 MOST_D_SCORES_BYTES = 1 << 30
-"""That dS takes for a while."""
+"""In all."""
 _MOST_SPLITS = 128
 _KEY_TILES_PER_SPLIT = 4
 """At least, where the keys are split."""
@@ -326,7 +326,7 @@ class HopperBackwardTiles:
         if shallow:
             gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES
         else:
-            gains = band is None or band.low is not None or d_query_apart
+            gains = band is None or (band.low is not None and p.group == 1) or d_query_apart
         persistent = gains and known_before_the_call(p) and p.batch * p.kv_heads * kv_tiles <= MOST_DEALT_PIECES
         return dataclasses.replace(tiles, blocks=HOPPER_SMS if persistent else 0, d_query_apart=d_query_apart)
 
