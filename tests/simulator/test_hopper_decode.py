@@ -73,6 +73,13 @@ CASES = {
             "mask": M.Segments(np.repeat(lengths(3, 5, -1, 0), 4), np.repeat(lengths(0, 3, 5, 7), 128)),
         },
     ),
+    "segments in pieces": Case(
+        q_len=16,
+        kv_len=512,
+        options={
+            "mask": M.Segments(np.repeat(lengths(3, 5, -1, 0), 4), np.tile(lengths(3, 5, 3, 7), 128)),
+        },
+    ),
     "depths 192 and 128": Case(q_len=2, kv_len=512, depth=192, v_dim=128),
     "depths 40 and 24": Case(q_len=3, kv_len=300, depth=40, v_dim=24, options=CAUSAL),
     "depth 256": Case(kv_len=512, depth=256, kv_heads=2),
@@ -152,22 +159,22 @@ def test_what_a_broken_key_breaks():
         assert bool(jnp.isnan(out).any()) is reaches
 
 
-# What is left out, and of what the slot for one query's heads is then told.
-ONE_QUERY_FAULTS = {
+# What is left out, and of what the slot for queries as they lie in memory is then told.
+LOOSE_QUERY_FAULTS = {
     "not awaited": ("barrier_wait q_ready", "read of SMEM"),
     "not committed": ("commit_smem #1", "SMEM"),
 }
 
 
-@pytest.mark.parametrize("fault", some_each_run(ONE_QUERY_FAULTS, {"not committed"}))
-def test_planted_fault_of_the_slot_for_one_query_is_found(fault):
-    event, access = ONE_QUERY_FAULTS[fault]
-    problem, inputs, aux = Case(kv_len=128).prepare()
+@pytest.mark.parametrize("fault", some_each_run(LOOSE_QUERY_FAULTS, {"not committed"}))
+def test_planted_fault_of_the_slot_for_loose_queries_is_found(fault):
+    event, access = LOOSE_QUERY_FAULTS[fault]
+    problem, inputs, aux = Case(q_len=2, kv_len=128).prepare()
     stand_in = StandIn(event)
     with changed(hopper_fwd, stand_in):
         tiles = HopperForwardTiles(1, 64, takes_turns=False)
         sim = simulate(lambda inputs: hopper_fwd.attend(problem, inputs, aux, tiles), inputs, timeout=20.0)
-    assert "one_query" in stand_in.scratch
+    assert "loose_query" in stand_in.scratch
     assert stand_in.hits > 0, "the kernel has no such event any more"
     assert any(access in race for race in sim.races), sim.report()
 

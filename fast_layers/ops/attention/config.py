@@ -176,8 +176,8 @@ class HopperForwardTiles:
         inputs = 2 * ((self.q_slots * self.q_tile + keys) * qk_dim + keys * v_dim)
         return inputs + out_bytes * self.q_tile * v_dim + (5 << 9)
 
-    def has_room_for_one_query(self, problem: Problem) -> bool:
-        """For the heads of one query, which come through the one slot of their own."""
+    def packs_in_kernel(self, problem: Problem) -> bool:
+        """Whether there is room for a slot through which queries come as they lie in memory."""
         qk_dim = -(-problem.qk_dim // 16) * 16
         if self.compute_wgs > 1 or self.q_slots > 1 or self.blocks:
             return False

@@ -53,12 +53,12 @@ def attend(
     rows: int,
     choose: Callable[[Problem], Any],
     launch: Callable[[Any, int, Problem, Operands], tuple[Array, Array]],
-    takes_one_query: Callable[[Any, Problem], bool] = lambda tiles, problem: False,
+    packs_in_kernel: Callable[[Any, Problem], bool] = lambda tiles, problem: False,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """(out, lse) by `launch(tiles, group, problem, operands)`, which multiplies `rows` queries at once.
 
     `choose(problem)` gives the tiles. Both get the problem that the kernel sees, with heads packed into rows or not.
-    So does `takes_one_query(tiles, problem)`: whether the kernel finds each group's heads in [B, N, 1, H] by itself.
+    So does `packs_in_kernel(tiles, problem)`: whether the kernel finds each group's heads in [B, T, N, H] by itself.
     """
     p, query, form, sinks = problem, inputs.query, aux.mask, inputs.sinks
     packs = packs_heads(p, rows)
@@ -67,8 +67,8 @@ def attend(
         p = packed_heads.pack_problem(p, form)
     tiles = choose(p)
     qk_dim, v_dim = padded_depth(p.qk_dim), padded_depth(p.v_dim)
-    if packs and problem.q_len == 1 and p.heads > 1 and p.q_len <= rows and takes_one_query(tiles, p):
-        query = pad_axis(query.swapaxes(1, 2), qk_dim, 3)
+    if packs and p.q_len <= rows and packs_in_kernel(tiles, p):
+        query = pad_axis(query, qk_dim, 3)
     else:
         query = pad_for_tma(packed_heads.pack(query, p.kv_heads) if packs else query, rows, qk_dim)
     operands = Operands(
@@ -125,9 +125,9 @@ class Work:
     def q_tiles(self) -> int:
         return -(-self.problem.q_len // self.tiles.q_tile)
 
-    def is_one_query(self, query: Any) -> bool:
-        """As `attend` leaves it to kernels that find each group's heads."""
-        return query.shape[2] < self.problem.heads
+    def is_loose(self, query: Any) -> bool:
+        """[B, T, N, H], as `attend` leaves it to kernels that find each group's heads."""
+        return query.shape[2] > self.problem.heads
 
     @property
     def out_rows(self) -> int:
@@ -275,10 +275,12 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
             def _wait(slot=slot):
                 plgpu.barrier_wait(s.q_consumed.at[slot])
 
-            if work.is_one_query(inputs.query):
-                group = work.problem.q_len
-                query = inputs.query.at[example, pl.ds(head * group, group), 0]
-                plgpu.copy_gmem_to_smem(query, s.one_query.at[pl.ds(0, group)], s.q_ready.at[slot])
+            if work.is_loose(inputs.query):
+                _, queries, heads, _ = inputs.query.shape
+                group = heads // work.problem.heads
+                for t in range(queries):
+                    query = inputs.query.at[example, t, pl.ds(head * group, group)]
+                    plgpu.copy_gmem_to_smem(query, s.loose_query.at[pl.ds(t * group, group)], s.q_ready.at[slot])
                 continue
             rows = pl.ds(q_index * tiles.q_tile + part * work.rows, work.rows)
             plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[slot], s.q_ready.at[slot])

@@ -54,8 +54,7 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles
     def choose(p: Problem) -> HopperForwardTiles:
         return HopperForwardTiles.of(p, tuned.find(p, "forward")) if tiles is None else tiles.for_mask(p)
 
-    one_query = HopperForwardTiles.has_room_for_one_query
-    return forward_parts.attend(problem, inputs, aux, ROWS, choose, _launch, one_query)
+    return forward_parts.attend(problem, inputs, aux, ROWS, choose, _launch, HopperForwardTiles.packs_in_kernel)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
@@ -77,7 +76,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, tiles.q_tile, kv_tile, inputs.mask, logits)
         own_mask = TileMask(p, ROWS, kv_tile, None, logits) if tiles.own_spans else None
-        s = _Scratch(**{"out_slots": None, "one_query": None, **scratch})
+        s = _Scratch(**{"out_slots": None, "loose_query": None, **scratch})
         each_piece = functools.partial(work.each_piece, mask, schedule=schedule_ref[0] if schedule_ref else None)
 
         def some_are_broken():
@@ -169,8 +168,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             span = span._replace(last=jnp.where(q_start < p.q_len, span.last, span.first + 1))
         rows = mask.rows(example, q_start, ROWS, 0)
         plgpu.barrier_wait(s.q_ready.at[q_slot])
-        if s.one_query is not None:  # its rows stand closer than a swizzled tile's, and nobody asks for the others
-            query[...] = plgpu.load(s.one_query, layout=WGMMA, optimized=False)
+        if s.loose_query is not None:  # its rows stand closer than a swizzled tile's, and nobody asks for the others
+            query[...] = plgpu.load(s.loose_query, layout=WGMMA, optimized=False)
             plgpu.commit_smem()
 
         def slot_of(j):
@@ -289,6 +288,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         rows = pl.ds(piece.q_index * tiles.q_tile + warpgroup * ROWS, ROWS)
         see_nothing(s.row_slots.at[warpgroup], lse_ref, piece, rows, BY_ROW)
 
+    is_loose = work.is_loose(operands.query)
+    q_copies = operands.query.shape[1] if is_loose else 1
     shares_slot = qk_dim == v_dim and work.out_dtype == p.dtype  # out leaves through Q's slot
     freeing: Any = {"num_arrivals": wgs, "num_barriers": ring}
     consumed: Any = plgpu.Barrier(**freeing)
@@ -301,9 +302,9 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "k_slots": smem_tile(ring, kv_tile, qk_dim, dtype=p.dtype),
         "v_slots": smem_tile(ring, kv_tile, v_dim, dtype=p.dtype),
         **({} if shares_slot else {"out_slots": smem_tile(wgs, ROWS, v_dim, dtype=work.out_dtype)}),
-        **({"one_query": plgpu.SMEM((ROWS, qk_dim), p.dtype)} if work.is_one_query(operands.query) else {}),
+        **({"loose_query": plgpu.SMEM((ROWS, qk_dim), p.dtype)} if is_loose else {}),
         "row_slots": plgpu.SMEM((wgs + lookers, ROWS), jnp.float32),
-        "q_ready": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
+        "q_ready": plgpu.Barrier(num_arrivals=q_copies, num_barriers=tiles.q_slots * wgs),
         "q_consumed": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
         "k_ready": plgpu.Barrier(num_barriers=ring),
         "v_ready": plgpu.Barrier(num_barriers=ring),
@@ -335,7 +336,7 @@ class _Scratch(NamedTuple):
     k_slots: Any
     v_slots: Any
     out_slots: Any
-    one_query: Any
+    loose_query: Any
     row_slots: Any
     """A row of lse for each compute warpgroup; then NaN where rows of out are broken, for each that looks."""
     q_ready: Any

@@ -54,8 +54,8 @@ class RowMask(NamedTuple):
 
     start: Int[Array, "B|1 T"]
     stop: Int[Array, "B|1 T"]
-    tiles: Int[Array, "B|1 I 4"]
-    """hull's first and last key, then full's; both half-open."""
+    tiles: Int[Array, "B|1 I 5"]
+    """hull's first and last key, then full's, both half-open; then whether each row sees all keys of its interval."""
     query_segments: Int[Array, "B|1 T"] | None
     key_segments: Int[Array, "B|1 S"] | None
 
@@ -69,16 +69,19 @@ class RowMask(NamedTuple):
         start = jnp.zeros((1, p.q_len), jnp.int32) if start is None else start
         stop = jnp.full((1, p.q_len), p.kv_len, jnp.int32) if stop is None else stop
         start, stop = jnp.broadcast_arrays(start, stop)
-        sees_all_within = start < stop
+        sees_some = sees_all_within = start < stop
         if form.query_segments is not None and form.key_segments is not None:
             sees_all_within &= _one_segment(start, stop, form.query_segments, form.key_segments)
         rows = round_up(p.q_len, q_tile)
+        # As 0 or 1: what is no interval.
+        broken = pad_axis((sees_some & ~sees_all_within).astype(jnp.int32), rows, 1)
         full_start = pad_axis(jnp.where(sees_all_within, start, INT_MAX), rows, 1, 0)
         full_stop = pad_axis(jnp.where(sees_all_within, stop, 0), rows, 1, INT_MAX)
         start, stop = (pad_axis(x, rows, 1) for x in (start, stop))
         hull = KvRange.of(start, stop, q_tile)
         by_tile = (-1, rows // q_tile, q_tile)
-        tiles = jnp.stack([*hull, full_start.reshape(by_tile).max(-1), full_stop.reshape(by_tile).min(-1)], -1)
+        full_start, full_stop = full_start.reshape(by_tile).max(-1), full_stop.reshape(by_tile).min(-1)
+        tiles = jnp.stack([*hull, full_start, full_stop, 1 - broken.reshape(by_tile).max(-1)], -1)
         keys = round_up(p.kv_len, kv_tile)
         return cls(
             start,

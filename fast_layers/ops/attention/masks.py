@@ -27,6 +27,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Int
 
+from fast_layers.kernel_parts.kv_range import INT_MAX
+
 BOTTOM_RIGHT = "bottom_right"
 
 
@@ -258,35 +260,33 @@ class Segments(Mask):
         return MaskForm(start=start, stop=stop, query_segments=query, key_segments=key)
 
 
+_BUCKETS = 1 << 16
+
+
 def _segment_hull(query_ids, key_ids):
     """First and one past the last key of each query's segment: [B|1, T] each; both 0 where there is none.
 
-    Exact for any ids, in O(n log n): a stable sort keeps equal ids in key order.
+    Ids that are equal modulo `_BUCKETS` share what lies between the first and last key of them all. Nothing is sorted,
+    which on a GPU would take as long as the attention of a short call.
     """
     (batch,) = jnp.broadcast_shapes(query_ids.shape[:1], key_ids.shape[:1])
     query_ids, key_ids = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (query_ids, key_ids))
 
     def hull(query, key):
-        by_id = jnp.argsort(key, stable=True).astype(jnp.int32)
-        q_len, kv_len = query.shape[0], key.shape[0]
-        # How many keys have a smaller id, and how many a smaller or equal one: equal ids sort as they stand here.
-        first = _marked_before(jnp.concatenate([query, key]), lambda i: i >= q_len)[:q_len]
-        last = _marked_before(jnp.concatenate([key, query]), lambda i: i < kv_len)[kv_len:]
-        some = (last > first) & (query >= 0)
-        start = by_id.at[first].get(mode="clip")
-        stop = by_id.at[last - 1].get(mode="clip") + 1
-        return jnp.where(some, start, 0), jnp.where(some, stop, 0)
+        index = jnp.arange(key.shape[0], dtype=jnp.int32)
+        differs, end = key[1:] != key[:-1], jnp.ones((1,), bool)
+        # Where a run of equal ids begins or ends; the other keys need not be looked at.
+        begins, ends = (
+            jnp.where((key >= 0) & jnp.concatenate(parts), key % _BUCKETS, _BUCKETS)
+            for parts in ((end, differs), (differs, end))
+        )
+        first = jnp.full((_BUCKETS,), INT_MAX, jnp.int32).at[begins].min(index, mode="drop")
+        stop = jnp.zeros((_BUCKETS,), jnp.int32).at[ends].max(index + 1, mode="drop")
+        first, stop = (x[query % _BUCKETS] for x in (first, stop))
+        some = (first < stop) & (query >= 0)
+        return jnp.where(some, first, 0), jnp.where(some, stop, 0)
 
     return jax.vmap(hull)(query_ids, key_ids)
-
-
-def _marked_before(ids, marked):
-    """For each id, how many entries with `marked(index)` a stable sort by id puts before it.
-
-    What `jnp.searchsorted` does, which takes no symbolic lengths.
-    """
-    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    return jnp.zeros_like(order).at[order].set(jnp.cumsum(marked(order), dtype=jnp.int32), unique_indices=True)
 
 
 @_mask(data=["lengths"])

@@ -20,7 +20,7 @@ from fast_layers.kernel_parts.online_softmax import LOG2_E, zero_where_empty
 
 COLUMNS = 128
 """The parts' columns come in multiples of a warpgroup's threads."""
-_AT_ONCE = 8
+_AT_ONCE = 16
 """Parts whose loads are on their way together."""
 
 
@@ -63,11 +63,15 @@ def combine_out(
         nothing = plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), layout)
         start = (jnp.float32(-jnp.inf), jnp.float32(0), nothing)
         _, total, summed = lax.fori_loop(0, math.ceil(parts / _AT_ONCE), some, start)
-        slot[...] = (summed * everywhere(jnp.where(total == 0, 0.0, 1.0 / total))).astype(dtype)
-        plgpu.commit_smem()
-        query, query_head = lax.div(row, group), head * group + lax.rem(row, group)
-        plgpu.copy_smem_to_gmem(slot.at[pl.ds(0, v_dim)], combined_ref.at[example, query, query_head])
-        plgpu.wait_smem_to_gmem(0)
+        combined = (summed * everywhere(jnp.where(total == 0, 0.0, 1.0 / total))).astype(dtype)
+        to = combined_ref.at[example, lax.div(row, group), head * group + lax.rem(row, group)]
+        if v_dim == columns:
+            to[...] = combined
+        else:
+            slot[...] = combined
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(slot.at[pl.ds(0, v_dim)], to)
+            plgpu.wait_smem_to_gmem(0)
 
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // COLUMNS)
     return plgpu.kernel(

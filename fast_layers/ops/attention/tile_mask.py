@@ -56,6 +56,8 @@ class Rows(NamedTuple):
     start: Any
     stop: Any
     segments: Any
+    are_intervals: Any = None
+    """Whether the segments say no more than the intervals do, where that is known."""
 
 
 class TileMask:
@@ -159,9 +161,13 @@ class TileMask:
             return None
         load = functools.partial(self._load, example=example, start=q_start, size=size, axis=q_axis)
         refs = self.refs
-        return Rows(
-            load(refs.start), load(refs.stop), None if refs.query_segments is None else load(refs.query_segments)
-        )
+        if refs.query_segments is None:
+            return Rows(load(refs.start), load(refs.stop), None)
+        are_intervals = None
+        if self.layout is WGMMA and q_axis == 0:
+            tiles = refs.tiles.at[self._shared(refs.tiles, example), lax.div(q_start, self.q_tile)]
+            are_intervals = tiles[4] != 0
+        return Rows(load(refs.start), load(refs.stop), load(refs.query_segments), are_intervals)
 
     def hide(
         self,
@@ -176,20 +182,29 @@ class TileMask:
     ) -> Any:
         """`hidden` in place of the scores that the mask hides; `head` matters to a dense mask only."""
         shape, k_axis = scores.shape, 1 - q_axis
-        conditions = self._in_range(rows, q_start, k_start, shape, q_axis)
-        if rows is not None and rows.segments is not None:
-            assert self.refs is not None
-            ids = self._load(self.refs.key_segments, example, k_start, shape[k_axis], k_axis)
-            own = lax.broadcast_in_dim(rows.segments, shape, [q_axis])
-            conditions.append(own == lax.broadcast_in_dim(ids, shape, [k_axis]))
-        if self.logits is not None and self.dense:
-            conditions.append(self.logits.visible(example, head, q_start, k_start, shape, q_axis))
-        return jnp.where(functools.reduce(jnp.logical_and, conditions), scores, hidden)
+
+        def hide(scores, segments):
+            conditions = self._in_range(rows, q_start, k_start, shape, q_axis)
+            if segments is not None:
+                assert self.refs is not None
+                ids = self._load(self.refs.key_segments, example, k_start, shape[k_axis], k_axis)
+                own = lax.broadcast_in_dim(segments, shape, [q_axis])
+                conditions.append(own == lax.broadcast_in_dim(ids, shape, [k_axis]))
+            if self.logits is not None and self.dense:
+                conditions.append(self.logits.visible(example, head, q_start, k_start, shape, q_axis))
+            return jnp.where(functools.reduce(jnp.logical_and, conditions), scores, hidden)
+
+        segments = None if rows is None else rows.segments
+        if rows is None or rows.are_intervals is None:
+            return hide(scores, segments)
+        return lax.cond(rows.are_intervals, lambda x: hide(x, None), lambda x: hide(x, segments), scores)
 
     def _in_range(self, rows: Rows | None, q_start: Any, k_start: Any, shape: Any, q_axis: int) -> list[Any]:
         """Conditions that a key must meet to be within what its query's band or row says."""
         if rows is None and self.layout is WGMMA:
             return self._in_band_by_parts(q_start, k_start, shape, q_axis)
+        if rows is not None and self.layout is WGMMA and q_axis == 0:
+            return self._in_intervals_by_parts(rows, k_start, shape)
         key, query = (
             plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=self.layout) for axis in (1 - q_axis, q_axis)
         )
@@ -209,9 +224,7 @@ class TileMask:
         key_step, query_step = (0, 1) if q_axis == 1 else (1, 0)
         step = query_step - key_step
 
-        def each(condition: Callable[[int], Any]) -> Any:
-            return jnp.concatenate([condition(at) for at in range(0, shape[1], _COLUMNS)], axis=1)
-
+        each = functools.partial(_each_part, shape[1])
         conditions = []
         if (low := self.low) is not None:
             conditions.append(each(lambda at: ahead >= low + step * at))
@@ -221,6 +234,13 @@ class TileMask:
             key += k_start
             conditions.append(each(lambda at: key < self.problem.kv_len - key_step * at))
         return conditions
+
+    def _in_intervals_by_parts(self, rows: Rows, k_start: Any, shape: Any) -> list[Any]:
+        part = (shape[0], _COLUMNS)
+        key = k_start + plgpu.broadcasted_iota(jnp.int32, part, 1, layout=self.layout)
+        start, stop = (lax.broadcast_in_dim(x, part, [0]) for x in (rows.start, rows.stop))
+        after, before = key - start, key - stop
+        return [_each_part(shape[1], lambda at: after >= -at), _each_part(shape[1], lambda at: before < -at)]
 
     def _in_band(self, key: Any, query: Any, end: Any) -> list[Any]:
         """Counted from anywhere; the keys end before `end`."""
@@ -286,6 +306,11 @@ def _parts(tile: Any) -> int:
 def _part(tile: Any, block: Any, i: Any) -> Any:
     columns = tile.shape[1] // _parts(tile)
     return tile.at[pl.ds(block * _ROWS, _ROWS), pl.ds(i * columns, columns)]
+
+
+def _each_part(columns: int, condition: Callable[[int], Any]) -> Any:
+    """`condition(first column)` of all parts, beside each other."""
+    return jnp.concatenate([condition(at) for at in range(0, columns, _COLUMNS)], axis=1)
 
 
 def by_row(x: Float[jax.Array, " R"], columns: int) -> Float[jax.Array, "R C"]:

@@ -158,6 +158,15 @@ def test_segment_hulls_are_tight():
     np.testing.assert_array_equal(cross.stop, [[3, 4, 0]])
 
 
+def test_ids_of_one_bucket_share_a_hull():
+    """Wider than their keys, which changes what is loaded and not what is seen."""
+    ids = np.array([1, 1, 1 + 2**16, 1 + 2**16, 2])
+    form = masks.Segments(ids).lower((), 5, 5)
+    np.testing.assert_array_equal(form.start, [[0, 0, 0, 0, 4]])
+    np.testing.assert_array_equal(form.stop, [[4, 4, 4, 4, 5]])
+    np.testing.assert_array_equal(masks.Segments(ids).as_array(5, 5)[0, 0], ids[:, None] == ids)
+
+
 def test_large_ids_stay_apart():
     """Ids up to the ends of int32: combining two sets must not multiply them into one another."""
     top = np.iinfo(np.int32).max

@@ -165,9 +165,9 @@ def test_row_mask_says_what_the_mask_says(call):
     rows, keys = -(-problem.q_len // Q_TILE) * Q_TILE, -(-problem.kv_len // KV_TILE) * KV_TILE
     start, stop, tiles = (np.broadcast_to(x, (BATCH, *x.shape[1:])) for x in mask[:3])
     assert start.shape == stop.shape == (BATCH, rows)
-    assert tiles.shape == (BATCH, rows // Q_TILE, 4)
+    assert tiles.shape == (BATCH, rows // Q_TILE, 5)
     key = np.arange(keys)
-    seen = (key >= start[..., None]) & (key < stop[..., None])
+    within = seen = (key >= start[..., None]) & (key < stop[..., None])
     if mask.query_segments is not None:
         query_ids, key_ids = (np.broadcast_to(x, (BATCH, x.shape[1])) for x in mask[3:])
         assert query_ids.shape == (BATCH, rows)
@@ -177,6 +177,20 @@ def test_row_mask_says_what_the_mask_says(call):
     np.testing.assert_array_equal(seen[:, : problem.q_len, : problem.kv_len], visible)
     assert not seen[:, problem.q_len :].any()
     assert not seen[:, :, problem.kv_len :].any()
+    by_tile = (within == seen).reshape(BATCH, -1, Q_TILE * keys).all(-1)
+    assert by_tile[tiles[..., 4] == 1].all()
+
+
+def test_documents_in_one_piece_are_intervals():
+    """So that the kernel compares no ids."""
+    for ids, wanted in (
+        (np.repeat([3, -1, 7, 0], [5, 2, 8, 1]), [1, 1, 1, 1]),
+        (np.array([0, 0, 0, 0, 1, 2, 1, 2, 3, 3, 3, 3, 4, 5, 5, 4]), [1, 0, 1, 0]),
+    ):
+        for causal in (True, False):
+            mask = RowMask.of(*_call(16, 16, segment_ids=ids, is_causal=causal)[:2], Q_TILE, KV_TILE)
+            assert mask is not None
+            np.testing.assert_array_equal(mask.tiles[..., 4], [wanted])
 
 
 @hypothesis.given(arrays(segments=False))
@@ -187,7 +201,7 @@ def test_full_is_what_all_rows_of_a_tile_see(call):
     tiles = np.broadcast_to(mask.tiles, (BATCH, *mask.tiles.shape[1:]))
     key = np.arange(problem.kv_len)
     for example in range(BATCH):
-        for i, (*_, full_first, full_last) in enumerate(tiles[example]):
+        for i, (_, _, full_first, full_last, _) in enumerate(tiles[example]):
             by_all = visible[example, i * Q_TILE : (i + 1) * Q_TILE].all(0)
             np.testing.assert_array_equal((key >= full_first) & (key < full_last), by_all)
 
