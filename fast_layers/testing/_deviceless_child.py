@@ -77,8 +77,10 @@ def _complaints(log: Path) -> str:
 
 
 def _compile(gpu: str, target: Target, pickled: bytes, folder: Path) -> CompileReport:
-    # Not MOSAIC_GPU_DUMP_TO: by that all passes' results would be written, which takes as long as making them.
-    os.environ.pop("MOSAIC_GPU_DUMP_TO", None)
+    # Not MOSAIC_GPU_DUMP_TO: by that all passes' results would be written, which takes as long as making them. Others
+    # would be printed among the PTX.
+    for name in [name for name in os.environ if name.startswith("MOSAIC_GPU_DUMP_")]:
+        del os.environ[name]
     os.environ |= {"MOSAIC_GPU_DUMP_RESOURCES": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
     resources: dict[str, str] = {}
     mgpu_utils.dump_to_file_or_stdout = lambda content, name, path: resources.update({name: content})
@@ -139,7 +141,9 @@ def _kernels_in(printed: Path, folder: Path) -> list[tuple[str, Path]]:
     for i, text in enumerate(printed.read_text().split(_PTX_BEGINS)[1:]):
         path = folder / f"{i}.ptx"
         path.write_text(text)
-        kernels.append((_PTX_ENTRY.findall(text)[0], path))
+        if (entry := _PTX_ENTRY.search(text)) is None:
+            raise RuntimeError(f"the compiler printed PTX without a kernel's entry, which begins {text[:200]!r}")
+        kernels.append((entry[1], path))
     return kernels
 
 
@@ -150,6 +154,8 @@ def _kernel_reports(
     allocations = collections.defaultdict(set)
     for name, text in resources.items():
         allocations[re.sub(r"_\d+\.resources\.txt$", "", name)].add(_shared_and_tensor_memory(text))
+    if missing := sorted(set(allocations) - {name for name, _ in kernels}):
+        raise RuntimeError(f"the compiler printed no PTX of {', '.join(missing)}")
     reports: list[KernelReport] = []
     for name, path in sorted(kernels):
         # Kernels of one name that allocate differently cannot be told apart.

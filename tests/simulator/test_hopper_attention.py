@@ -69,6 +69,7 @@ CASES = {
     "depths 64 and 128": _square(130, heads=2, kv_heads=1, v_dim=128),
     "depths 192 and 128": _square(260, heads=1, kv_heads=1, qk_dim=192, v_dim=128, is_causal=True),
     "depth 256": _square(200, heads=1, kv_heads=1, qk_dim=256, v_dim=256, is_causal=True),
+    "depth 256, whole tiles": _square(192, heads=2, kv_heads=1, qk_dim=256, v_dim=256, is_causal=True),
     "padding of NaN": _square(
         300, batch=2, heads=1, kv_heads=1, key_lengths=(200, 77), query_lengths=(211, 130), poisoned_padding=True
     ),
@@ -96,7 +97,7 @@ EACH_RUN = {
     "causal",
     "documents, padding of NaN",
     "depth 128, documents",
-    "depth 256",
+    "depth 256, whole tiles",
     "queries without keys",
     "everything",
 }
@@ -578,7 +579,7 @@ FORM_FAULTS = {
     ),
     "keys passed over before they came": (
         dataclasses.replace(FORWARD_CASE, heads=1, kv_heads=1, is_causal=True),
-        StandIn("barrier_wait #23"),
+        StandIn("barrier_wait #20"),
         OWN_SPANS,
         "",
     ),

@@ -68,7 +68,9 @@ QUERY_WG, VALUE_WG, KEY_WG = range(3)
 REGISTERS = {VALUE_WG: 208, KEY_WG: 200, QUERY_WG: 96}
 """Of each thread: together what three warpgroups are launched with, 168 each."""
 _SHORT_TILES = 16
-"""Of keys: up to here the heads of a group are those that fit in the cache together, however few pieces these have."""
+"""Of keys: up to here the heads of a group are those that fit in the cache together, if they have most of the SMs work."""
+_FEWEST_PIECES = 96
+"""That is, under a mask, where the next group's longest pieces wait for this one's last."""
 _SLOTS = 2
 _LSE, _DELTA, _UNITS = range(2), range(2, 5), range(5, 8)
 """Slots in the array of row vectors, of 2 KiB in all."""
@@ -88,7 +90,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     q_tiles, kv_tiles = -(-p.q_len // q_tile), -(-p.kv_len // kv_tile)
     # What one copy adds lies together, which is faster without a mask. XLA puts it in order as it converts integers.
     by_parts = sees_all(p)
-    pieces = 1 if kv_tiles <= _SHORT_TILES else HOPPER_SMS
+    pieces = (1 if by_parts else _FEWEST_PIECES) if kv_tiles <= _SHORT_TILES else HOPPER_SMS
     order = TileOrder.of(p.batch * p.kv_heads, kv_tiles, 1, bytes_per_head, pieces)
     zeros, operands = operands.d_query, operands._replace(d_query=None)
     tree = jax.tree.structure(operands)

@@ -115,7 +115,7 @@ class HopperMatmulTiles:
         if most < 2:
             return tiles._halved_if_sooner(rows, columns, needs)
         widest = min(tiles.columns, 256 // needs.products)
-        if widest == 256 and most == 2:
+        if widest == 256 and most == 2 and not needs.arithmetic:
             # Twice as many tiles of half the columns: as many blocks as two parts, with nothing to add up.
             return dataclasses.replace(tiles, columns=128, cluster=1)._deepened(needs)
         if widest == 256 and most >= 4:

@@ -63,6 +63,8 @@ TIMED: list[tuple[int, int, bool, tuple[Pass, ...]]] = [
     (2048, 512, True, PASSES),
     (2048, 16_384, True, PASSES),
     (4096, 512, False, PASSES),
+    (4096, 2048, False, PASSES),
+    (4096, 8192, False, PASSES),
     (4096, 8192, True, PASSES),
     (8192, 8192, True, ("forward",)),
     (8192, 16_384, True, ("forward",)),
@@ -75,10 +77,11 @@ LEFT_TO_XLA = {
     "linear": ({"out_features": None}, PASSES, "without a product down"),
     "float16": ({"dtype": jnp.dtype(jnp.float16)}, PASSES, "has not been timed in float16"),
     "few tokens": ({"tokens": 511}, PASSES, "tokens, or was not timed there, got 511"),
-    "thousands of tokens, wide": (
-        {"gated": True, "tokens": 8191, "in_features": 4096},
+    "thousands of tokens, wide": ({"tokens": 8191, "in_features": 4096}, PASSES, "4096 and 2048 below 8192 tokens"),
+    "between rounds": (
+        {"tokens": 640, "in_features": 4096, "out_features": 4096},
         PASSES,
-        "4096 and 2048 below 8192 tokens",
+        "4096 and 4096 below 8192 tokens",
     ),
     "narrow": (
         {"in_features": 1024},
@@ -114,7 +117,7 @@ LEFT_TO_XLA = {
         PASSES,
         "without a gate at widths of 4096 and 4096",
     ),
-    "decoding at another width": ({"out_features": 4096, "tokens": 64}, PASSES, "below 512 tokens"),
+    "decoding at another width": ({"out_features": 4096, "tokens": 64}, PASSES, "below 8192 tokens"),
     "the backward of few tokens": (
         {"gated": True, "in_features": 4096, "out_features": 4096, "tokens": 64},
         ("backward",),
