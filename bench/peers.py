@@ -46,6 +46,12 @@ class Peer:
     scaled_query: bool = False
     dtype: str | None = None
     twin_of: str | None = None
+    compiler_options: tuple[tuple[str, bool], ...] = ()
+    """XLA's, for this peer alone."""
+
+
+SAME_BITS = (("xla_gpu_deterministic_ops", True),)
+"""With this cuDNN's backward gives the same bits in every run. PyTorch takes no cuDNN where it must."""
 
 
 def extras_of(case: Case) -> dict[str, np.ndarray]:
@@ -126,6 +132,10 @@ def _jax_nn(implementation: Any, case: Case, q, k, v, extras):
         implementation=implementation,
         **_lengths(extras),
     )
+
+
+def _refuse_same_bits(case: Case, pass_: Pass) -> str | None:
+    return "the forward gives the same bits anyway" if pass_ == "forward" else _refuse_jax_nn(case, pass_)
 
 
 def _refuse_jax_nn(case: Case, pass_: Pass) -> str | None:
@@ -237,8 +247,12 @@ def find(*, gpu: bool, tune_tokamax: bool = False) -> tuple[list[Peer], dict[str
     for implementation in ("cudnn", "xla") if gpu else ("xla",):
         attend = functools.partial(_jax_nn, implementation)
         peers.append(Peer(f"jax.nn {implementation}", attend, _refuse_jax_nn))
-    if not gpu:
-        absent["jax.nn cudnn"] = "no NVIDIA GPU here"
+    same_bits = "jax.nn cudnn, same bits"
+    if gpu:
+        attend = functools.partial(_jax_nn, "cudnn")
+        peers.append(Peer(same_bits, attend, _refuse_same_bits, compiler_options=SAME_BITS))
+    else:
+        absent |= dict.fromkeys(("jax.nn cudnn", same_bits), "no NVIDIA GPU here")
     peers.append(Peer("fast_layers", functools.partial(_ours, None), ours=True))
     peers.append(Peer("again", functools.partial(_ours, None), ours=True, twin_of="fast_layers"))
     peers.append(Peer("fast_layers any order", _ours_in_any_order, _refuse_in_any_order, ours=True))

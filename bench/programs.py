@@ -60,6 +60,8 @@ def compile_jax(peer: Peer, case: Case, pass_: Pass) -> JaxProgram:
     q, k, v, g = (jax.ShapeDtypeStruct(shape, peer.dtype or case.dtype) for shape in shapes(case))
     extras = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in extras_of(case).items()}
 
+    options = dict(peer.compiler_options) or None
+
     def forward(q, k, v, extras):
         return peer.attend(case, q, k, v, extras)
 
@@ -67,9 +69,9 @@ def compile_jax(peer: Peer, case: Case, pass_: Pass) -> JaxProgram:
         return jax.vjp(lambda q, k, v: forward(q, k, v, extras), q, k, v)[1](g)
 
     if pass_ == "forward":
-        return JaxProgram(peer, case, pass_, None, jax.jit(forward).lower(q, k, v, extras).compile())
+        return JaxProgram(peer, case, pass_, None, jax.jit(forward).lower(q, k, v, extras).compile(options))
     if pass_ == "forward+backward":
-        return JaxProgram(peer, case, pass_, None, jax.jit(both).lower(q, k, v, g, extras).compile())
+        return JaxProgram(peer, case, pass_, None, jax.jit(both).lower(q, k, v, g, extras).compile(options))
     structure = None
 
     def noting_structure(q, k, v, extras):
@@ -85,8 +87,8 @@ def compile_jax(peer: Peer, case: Case, pass_: Pass) -> JaxProgram:
     def backward(leaves, g):
         return jax.tree.unflatten(structure, leaves)(g)
 
-    first = traced.lower().compile()
-    return JaxProgram(peer, case, pass_, first, jax.jit(backward).lower(leaves, g).compile())
+    first = traced.lower().compile(options)
+    return JaxProgram(peer, case, pass_, first, jax.jit(backward).lower(leaves, g).compile(options))
 
 
 class TorchProgram:

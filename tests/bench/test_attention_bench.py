@@ -225,6 +225,18 @@ def test_each_of_jaxs_own_kernels_runs_where_it_can():
     assert taking(WINDOW, "forward") == taking(PACKED, "forward") == taking(SOFTCAP, "forward") == 0
 
 
+def test_a_peers_options_reach_its_compiler(report):
+    """XLA refuses one that it does not know; what runs without is timed."""
+    (plain,) = here("jax.nn xla")
+    there = [plain, dataclasses.replace(plain, name="odd", compiler_options=(("xla_of_no_such_name", True),))]
+    attention.run([FULL], there, report, passes=["backward"], rounds=1, say=quiet)
+    (cell,) = report.cells
+    assert [row.refused is None for row in cell.rows] == [True, False]
+    assert "xla_of_no_such_name" in str(cell.rows[1].refused)
+    same_bits = next(peer for peer in peers.find(gpu=True)[0] if peer.compiler_options)
+    assert [same_bits.refuses(FULL, pass_) is None for pass_ in ("forward", "backward")] == [False, True]
+
+
 def test_sums_in_any_order_are_asked_for_where_they_make_a_difference(monkeypatch):
     asked = []
     monkeypatch.setattr(peers, "_ours", lambda *_: asked.append(dispatch.reproducible()))
