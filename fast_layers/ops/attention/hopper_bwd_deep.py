@@ -68,7 +68,7 @@ QUERY_WG, VALUE_WG, KEY_WG = range(3)
 REGISTERS = {VALUE_WG: 208, KEY_WG: 200, QUERY_WG: 96}
 """Of each thread: together what three warpgroups are launched with, 168 each."""
 _SHORT_TILES = 16
-"""Of keys: up to here the heads of a group are those that fit in the cache together, if they have most of the SMs work."""
+"""Of keys: up to here the heads of a group are those that fit in the cache together, if they occupy most of the SMs."""
 _FEWEST_PIECES = 96
 """That is, under a mask, where the next group's longest pieces wait for this one's last."""
 _SLOTS = 2
