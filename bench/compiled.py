@@ -15,6 +15,7 @@ import datetime
 import importlib
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,8 +47,8 @@ def calls_of(op: str) -> dict[str, Compilation]:
     return {name: call.compilation() for name, call in calls.items()}
 
 
-def rows(op: str, gpus: list[str]) -> Iterator[dict[str, Any]]:
-    calls = list(calls_of(op).items())
+def rows(op: str, gpus: list[str], named: str = "") -> Iterator[dict[str, Any]]:
+    calls = [(name, call) for name, call in calls_of(op).items() if re.search(named, name)]
     for gpu, first in itertools.product(gpus, range(0, len(calls), TOGETHER)):
         names, compilations = zip(*calls[first : first + TOGETHER], strict=True)
         for call, report in zip(names, compile_all_for(gpu, compilations), strict=True):
@@ -93,12 +94,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench compiled", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("op", choices=OPS)
     parser.add_argument("--gpus", nargs="+", choices=GPUS, default=list(GPUS))
+    parser.add_argument("--calls", default="", help="only calls in whose names this regular expression is found")
     parser.add_argument("--out", type=Path, help="write JSON there, as rows come")
     args = parser.parse_args()
     command = f"python -m bench compiled {' '.join(sys.argv[1:])}"
     about = environment(command, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+    if not any(re.search(args.calls, name) for name in calls_of(args.op)):
+        parser.error(f"--calls {args.calls!r} is in no name of {args.op}'s, which are: {'; '.join(calls_of(args.op))}")
     found = []
-    for made in rows(args.op, args.gpus):
+    for made in rows(args.op, args.gpus, args.calls):
         found.append(made)
         print(", ".join(f"{name} {value}" for name, value in made.items() if value is not None), flush=True)
         if args.out is not None:

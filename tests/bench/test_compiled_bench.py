@@ -60,3 +60,17 @@ def test_a_fault_ends_the_command_in_failure(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench", "compiled", "mlp"])
     with pytest.raises(SystemExit, match="have a fault"):
         bench_main.main()
+
+
+def test_calls_may_be_chosen(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "compile_all_for", lambda gpu, calls: [CompileReport(gpu, (KERNEL,))] * len(calls))
+    out = tmp_path / "compiled.json"
+    command = ["bench", "compiled", "ssd", "--gpus", "b200", "--out", str(out), "--calls"]
+    monkeypatch.setattr(sys, "argv", [*command, "^P64 N128, four heads, (D|z)$"])
+    bench_main.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["call"] for row in rows] == ["P64 N128, four heads, D", "P64 N128, four heads, z"]
+
+    monkeypatch.setattr(sys, "argv", [*command, "P65"])
+    with pytest.raises(SystemExit):
+        bench_main.main()
