@@ -30,6 +30,7 @@ from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
+from fast_layers.kernel_parts.tanh import tanh_by_division
 from fast_layers.ops.attention import bias_tiles
 from fast_layers.ops.attention.bias_tiles import BiasTiles
 from fast_layers.ops.attention.blackwell_bwd import Operands
@@ -38,7 +39,7 @@ from fast_layers.ops.attention.blackwell_grad_parts import d_scores, weigh
 from fast_layers.ops.attention.blackwell_tile import BY_ROW, NATIVE, ROWS, STAGED, NativeTileMask, column_slices
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
-from fast_layers.ops.attention.tile_mask import TileMask, by_row, tanh
+from fast_layers.ops.attention.tile_mask import TileMask, by_row
 
 Q_TILE, KV_TILE = ROWS, 64
 COMPUTE_WG, LOAD_WG, MULTIPLY_WG = range(3)
@@ -156,7 +157,7 @@ def _launch(p: Problem, operands: Operands) -> Float[Array, "B|1 N|1 I*128 J*64"
         for x, c in zip(of_buffer(load_scores), columns, strict=True):
             at = place(c)
             if p.softcap is not None:
-                x = tanh(x * (p.scale / p.softcap))
+                x = tanh_by_division(x * (p.scale / p.softcap))
             # Before hiding: what is hidden from a row whose lse is NaN still weighs nothing.
             x = x * to_log2 + logits.bias(shape=x.shape, **at) * LOG2_E - by_row(lse, c.size)
             if ragged is not None:

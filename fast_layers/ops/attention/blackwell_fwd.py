@@ -42,6 +42,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fast_layers.kernel_parts.exp2 import exp2_in_part
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax, zero_where_empty
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
+from fast_layers.kernel_parts.tanh import tanh_by_division
 from fast_layers.ops.attention import forward_parts
 from fast_layers.ops.attention.blackwell_config import PANEL_COLUMNS, PANELS, BlackwellForwardTiles
 from fast_layers.ops.attention.blackwell_tile import (
@@ -56,7 +57,7 @@ from fast_layers.ops.attention.blackwell_tile import (
 from fast_layers.ops.attention.forward_parts import Operands, Piece, Work, join_sink, load, see_nothing
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
-from fast_layers.ops.attention.tile_mask import TileMask, by_row, tanh
+from fast_layers.ops.attention.tile_mask import TileMask, by_row
 
 OFFERS = 2
 """Slots for pieces that other blocks leave."""
@@ -223,7 +224,7 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
         def logit(score, j, c):
             x = score
             if p.softcap is not None:
-                x = tanh(x * (p.scale / p.softcap))
+                x = tanh_by_division(x * (p.scale / p.softcap))
             if p.bias is not None:
                 x = x * (p.scale if p.softcap is None else p.softcap) + logits.bias(shape=x.shape, **place(j, c))
             if mask.dense:

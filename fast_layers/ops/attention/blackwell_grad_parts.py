@@ -13,10 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import swizzled_columns
+from fast_layers.kernel_parts.tanh import tanh_by_division
 from fast_layers.ops.attention.blackwell_tile import ROWS, STAGED, column_slices
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
-from fast_layers.ops.attention.tile_mask import tanh
 
 _DECIDED = 8
 """Columns whose keep decisions are made together where rows are keys. The rest of the tile comes in a loop: there each
@@ -27,7 +27,7 @@ def log2_weights(p: Problem, product: Any, bias: Any, lse_log2: Any) -> tuple[An
     """(log2 of the weights before any are hidden, the soft cap's derivative or None)."""
     to_log2, d_cap = p.scale * LOG2_E, None
     if p.softcap is not None:
-        product = tanh(product * (p.scale / p.softcap))
+        product = tanh_by_division(product * (p.scale / p.softcap))
         d_cap = (1.0 - product) * (1.0 + product)
         to_log2 = p.softcap * LOG2_E
     scores = product * to_log2

@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
-from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import swizzled_columns
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
@@ -315,8 +314,3 @@ def _each_part(columns: int, condition: Callable[[int], Any]) -> Any:
 
 def by_row(x: Float[jax.Array, " R"], columns: int) -> Float[jax.Array, "R C"]:
     return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
-
-
-def tanh(x: jax.Array) -> jax.Array:
-    """Through exp2, accurate to float32's last bits; the GPU's own tanh is good for 11 bits only."""
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2_E)))
