@@ -22,7 +22,6 @@ from fast_layers.ops.attention import (
     forward_parts,
     hopper_bias_grad,
     hopper_bwd,
-    hopper_bwd_apart,
     hopper_bwd_deep,
     hopper_bwd_rows,
     hopper_call,
@@ -87,7 +86,7 @@ def patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
     """Attributes replaced, and the kernels traced anew inside."""
     with pytest.MonkeyPatch.context() as patch:
         launches = [(module, "_launch") for module in (hopper_fwd, hopper_bwd, hopper_bias_grad)]
-        others = (hopper_bwd_deep, "launch"), (hopper_bwd_rows, "row_sums"), (hopper_bwd_apart, "d_query")
+        others = (hopper_bwd_deep, "launch"), (hopper_bwd_rows, "row_sums")
         for module, name in (*launches, *others):
             # Without its jit, which would give back what was traced before.
             patch.setattr(module, name, getattr(module, name).__wrapped__)

@@ -22,6 +22,7 @@ from fast_layers.ops.attention import (
     hopper_bwd_apart,
     hopper_bwd_deep,
     hopper_bwd_rows,
+    hopper_bwd_scores,
     hopper_call,
     hopper_fwd,
     reference,
@@ -195,6 +196,22 @@ def _apart(tiles: HopperBackwardTiles) -> tuple[tuple[Any, str, Any], ...]:
 def test_d_query_by_a_kernel_of_its_own(name):
     case, tiles = APART[name]
     with patched(*_apart(tiles)):
+        judged = judge(case, supports=only("backward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+
+
+# The last group of two pairs has one that was done before.
+GROUPS = {
+    "causal, one pair": (_square(256, batch=2, heads=2, kv_heads=1, is_causal=True), 1),
+    "full, two of three pairs": (Case(batch=3, q_len=128, kv_len=256, heads=1, kv_heads=1), 2),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_of_heads_leave_their_scores_in_one_array(name):
+    case, pairs = GROUPS[name]
+    with patched(*_apart(HopperBackwardTiles(128, blocks=1)), (hopper_bwd_scores, "scores_group", lambda _: pairs)):
         judged = judge(case, supports=only("backward"))
     assert not judged.faulty, judged.report()
     assert judged.table.ok, judged.report()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from fast_layers.arch import Arch
 from fast_layers.kernel_parts.dropout import KEYS_PER_BLOCK
@@ -65,9 +66,13 @@ MOST_DEALT_PIECES = 1 << 18
 _MOST_SHALLOW_TILES = 64
 """Of keys, for a persistent grid of the backward at depths up to 64 without a mask."""
 LONGEST_D_QUERY_APART = {64: 512, 128: 1024}
-"""By depth, the most queries and keys: dS then takes up to four times as much memory as dQ's integers would."""
+"""By depth, the most queries and keys."""
 MOST_D_SCORES_BYTES = 1 << 30
-"""In all."""
+"""Of dS in memory at a time."""
+_MOST_D_SCORES = 17 / 4
+"""Of what dQ's integers would take; a little more than four times, for a diagonal of whole tiles."""
+_GROUP_COST = 4
+"""Of a group's kernels to start and end, in the time of a tile."""
 _MOST_SPLITS = 128
 _KEY_TILES_PER_SPLIT = 4
 """At least, where the keys are split."""
@@ -115,6 +120,36 @@ def _keys_seen(problem: Problem, queries: int) -> int:
     if band is None or band.low is None or band.high is None:
         return keys
     return min(keys, band.high - band.low + queries)
+
+
+def scores_tiles(problem: Problem) -> int:
+    """Tiles of 128 queries and 128 keys that the backward leaves of a query head's dS."""
+    q_tiles, kv_tiles = problem.q_len // 128, problem.kv_len // 128
+    return q_tiles * kv_tiles if problem.mask.band is None else q_tiles * (q_tiles + 1) // 2
+
+
+@functools.cache
+def scores_group(problem: Problem) -> int:
+    """How many pairs of an example and a key/value head leave their dS at a time; 0 where not even one may.
+
+    As few as finish all pairs soonest on all SMs, by a count of tiles.
+    """
+    p = problem
+    tiles, q_tiles, kv_tiles = scores_tiles(p), p.q_len // 128, p.kv_len // 128
+    total, tile_bytes = p.batch * p.kv_heads, 128 * 128 * p.dtype.itemsize
+    bound = min(MOST_D_SCORES_BYTES, int(_MOST_D_SCORES * 4 * p.batch * p.heads * p.q_len * p.qk_dim))
+    most = min(bound // (p.group * tiles * tile_bytes), total)
+    if most == 0:
+        return 0
+
+    def duration(pairs: int) -> float:
+        """A block takes one tile of keys after the other, of `q_tiles` tiles at most."""
+        turns = -(-pairs * kv_tiles // HOPPER_SMS)
+        return -(-total // pairs) * (p.group * max(turns * tiles / kv_tiles, q_tiles) + _GROUP_COST)
+
+    fewest = -(-total // most)
+    choices = {-(-total // groups) for groups in range(fewest, min(8 * fewest, total) + 1)}
+    return min(sorted(choices), key=duration)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,12 +339,11 @@ class HopperBackwardTiles:
         return inputs + next_keys + d_scores + d_query + 3 * 4 * self.stages * self.q_tile + (1 << 10)
 
     def leaves_d_scores(self, problem: Problem) -> bool:
-        """No mask, or a causal one over as many keys as queries; lengths of whole tiles; not too many in all."""
+        """No mask, or a causal one over as many keys as queries; lengths of whole tiles; one head's dS fits."""
         p, band = problem, problem.mask.band
         causal = band is not None and band.low is None and band.high == 0 and p.q_len == p.kv_len
         whole = p.q_len % self.kv_tile == p.kv_len % self.kv_tile == 0 and p.qk_dim == p.v_dim in (64, 128)
-        few = p.batch * p.heads * p.q_len * p.kv_len * p.dtype.itemsize <= MOST_D_SCORES_BYTES
-        return known_before_the_call(p) and (band is None or causal) and whole and few
+        return known_before_the_call(p) and (band is None or causal) and whole and scores_group(p) > 0
 
     @classmethod
     def of(cls, problem: Problem) -> HopperBackwardTiles:
@@ -322,7 +356,8 @@ class HopperBackwardTiles:
         # Measured on an H200, 2026-11-23: see bench/NOTES.md.
         tiles = cls(128 if shallow else 64, ragged_apart=apart)
         short = max(p.q_len, p.kv_len) <= LONGEST_D_QUERY_APART.get(p.qk_dim, 0)
-        d_query_apart = short and tiles.leaves_d_scores(p)
+        at_once = scores_group(p) == p.batch * p.kv_heads
+        d_query_apart = short and at_once and tiles.leaves_d_scores(p)
         if shallow:
             gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES
         else:

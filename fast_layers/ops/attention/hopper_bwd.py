@@ -62,6 +62,7 @@ from fast_layers.ops.attention.config import (
     known_before_the_call,
     sees_all,
 )
+from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals, finite_or_zero
@@ -105,8 +106,8 @@ class Operands(NamedTuple):
     """Whether a key or value of the head may be NaN or inf; None where none is hidden."""
     broken_queries: Int[Array, "B N I"] | None = None
     """Whether a query or output gradient of a tile may be; None where it may meet all weights, or was mended before."""
-    d_query: Int[Array, "B T N H"] | Float[Array, "B T N H"] | None = None
-    """Zeros to add to; None where there are none yet."""
+    zeros: Int[Array, "B T N H"] | Float[Array, "B T N H"] | None = None
+    """For dQ to be added to; None where there are none yet."""
 
 
 def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array, tiles: Any = None) -> Inputs:
@@ -192,7 +193,7 @@ def folds_lse(p: Problem) -> bool:
 def _bias_gradient(p: Problem, inputs: Inputs, aux: Aux, operands: Operands) -> Array:
     from fast_layers.ops.attention import hopper_bias_grad
 
-    return hopper_bias_grad.attend_grad(p, inputs, aux, operands._replace(d_query=None))
+    return hopper_bias_grad.attend_grad(p, inputs, aux, operands._replace(zeros=None))
 
 
 def _band_misses_rows(p: Problem) -> bool:
@@ -214,12 +215,12 @@ def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Arr
     return jnp.stack(visits, -1)
 
 
-def piece_order(p: Problem, kv_tiles: int, bytes_per_head: int, fits_first: bool = False) -> TileOrder:
+def piece_order(pairs: int, kv_tiles: int, bytes_per_head: int, fits_first: bool = False) -> TileOrder:
     """Longest pieces first among the heads of a group, of which the last must leave no SM waiting for long.
 
     Or with `fits_first` among those whose queries and gradients fit in the cache together, and no more.
     """
-    return TileOrder.of(p.batch * p.kv_heads, kv_tiles, 1, bytes_per_head, 1 if fits_first else _PIECES_TOGETHER)
+    return TileOrder.of(pairs, kv_tiles, 1, bytes_per_head, 1 if fits_first else _PIECES_TOGETHER)
 
 
 def _fits_first(p: Problem, tiles: HopperBackwardTiles, kv_tiles: int) -> bool:
@@ -262,28 +263,61 @@ def _schedule(p: Problem, tiles: HopperBackwardTiles, order: TileOrder) -> np.nd
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
-    _, q_rows, _, qk_dim = operands.query.shape
-    _, kv_rows, _, v_dim = operands.value.shape
-    q_tile, ring, apart = tiles.q_tile, tiles.stages, tiles.d_query_apart
+    """(dQ, without the scale and as `as_summed` has it if made in the kernel, dK, dV), padded as the operands are."""
+    query, key, value, zeros = operands.query, operands.key, operands.value, operands.zeros
+    operands = operands._replace(zeros=None)
+    if not tiles.d_query_apart:
+        d_query = jax.new_ref(jnp.zeros(query.shape, summed_dtype(p)) if zeros is None else zeros)
+        d_key, d_value = (jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value))
+        _run(tiles, p, operands, d_key, d_value, d_query=d_query)
+        return d_query[...], d_key[...], d_value[...]
+    from fast_layers.ops.attention import hopper_bwd_apart
+
+    left = LeftScores(p)
+
+    def run(turn, results):
+        d_query, d_key, d_value = results
+        (d_scores,) = _run(tiles, p, operands, d_key, d_value, left=left, turn=turn)
+        hopper_bwd_apart.d_query(left, d_scores, key, turn, d_query)
+
+    return left.in_groups(run, query, key, value)
+
+
+def _run(
+    tiles: HopperBackwardTiles,
+    p: Problem,
+    operands: Operands,
+    d_key_ref: Any,
+    d_value_ref: Any,
+    *,
+    d_query: Any = None,
+    left: LeftScores | None = None,
+    turn: Int[Array, " 1"] | None = None,
+):
+    """Writes dK and dV, and either adds to `d_query` or gives back a group's dS."""
+    qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
+    q_tile, ring, lags = tiles.q_tile, tiles.stages, left is None  # dQ, a step behind
     kv_tiles = -(-p.kv_len // KV_TILE)
     # The two warpgroups share dQ's tile: by rows where there are two times 64, else by columns.
     by_rows = q_tile == WARPGROUPS * ROWS
     panels = 1 if by_rows else WARPGROUPS
     panel = qk_dim // panels
     bytes_per_head = p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
-    order = piece_order(p, kv_tiles, bytes_per_head, _fits_first(p, tiles, kv_tiles))
+    pairs = p.batch * p.kv_heads if left is None else left.pairs
+    order = piece_order(pairs, kv_tiles, bytes_per_head, _fits_first(p, tiles, kv_tiles))
     schedule = _schedule(p, tiles, order) if qk_dim == v_dim else None
     persistent = schedule is not None
-    lags = not apart  # dQ, a step behind
     keeps_barriers = not persistent or _keeps_barriers(p, kv_tiles)
-    zeros, operands = operands.d_query, operands._replace(d_query=None)
     with_units = operands.units is not None
-    arrays, tree = jax.tree.flatten(operands)
+    given = operands, None if schedule is None else jnp.asarray(schedule), turn
+    written = d_key_ref, d_value_ref, *([d_query] if lags else [])
+    arrays, tree = jax.tree.flatten(given)
 
     def attention_backward(*refs, **scratch):
-        inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-        # The first of the results is dQ, or dS for it.
-        *schedule_ref, d_query_ref, d_key_ref, d_value_ref = refs[tree.num_leaves :]
+        inputs: Any
+        inputs, schedule_ref, turn_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        # The last of the results is dQ, or dS for it.
+        d_key_ref, d_value_ref, last_ref = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, q_tile, KV_TILE, inputs.mask, logits)
@@ -292,21 +326,24 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             scratch |= {"d_query_slots": sums, "result_slots": results}
         s = _Scratch(**scratch)
 
+        first_pair = jnp.int32(0) if left is None else left.first_pair(turn_ref)
+        piece_of = functools.partial(_Piece.of, p, tiles, order, mask, inputs, first_pair)
+
         def each_piece(role, before):
             """The last `before = role(piece, turn, before)`, from what `before` makes; `turn` counts the pieces."""
             if not persistent:
-                piece = _Piece.of(p, tiles, order, mask, inputs, block)
+                piece = piece_of(block)
                 return role(piece, jnp.int32(0), before(piece))
 
             def take(i, carry):
                 index, turn, before = carry
-                following = schedule_ref[0][block, i + 2]  # loaded long before it is needed
-                piece = _Piece.of(p, tiles, order, mask, inputs, index)
+                following = schedule_ref[block, i + 2]  # loaded long before it is needed
+                piece = piece_of(index)
                 before = role(piece, turn, before)
                 return following, turn + 1, before
 
-            carry = schedule_ref[0][block, 1], jnp.int32(0), before(None)
-            return lax.fori_loop(0, schedule_ref[0][block, 0], take, carry)[2]
+            carry = schedule_ref[block, 1], jnp.int32(0), before(None)
+            return lax.fori_loop(0, schedule_ref[block, 0], take, carry)[2]
 
         @pl.when(warpgroup == WARPGROUPS)
         def _load():
@@ -321,10 +358,10 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             def gradients(piece: _Piece, turn, before: _Before):
                 keys = pl.ds(piece.kv_index * KV_TILE + warpgroup * ROWS, ROWS)
                 before, d_key, d_value = compute(
-                    inputs, s, mask, logits, d_query_ref, piece, turn, before, keys.start, warpgroup
+                    inputs, s, mask, logits, last_ref, piece, turn, before, keys.start, warpgroup
                 )
                 if lags and not persistent:
-                    last_d_query(s, d_query_ref, before, warpgroup)
+                    last_d_query(s, last_ref, before, warpgroup)
                 if p.dropout_rate:
                     d_value = d_value * logits.survived
                 d_key, d_value = (d_key * p.scale).astype(p.dtype), d_value.astype(p.dtype)
@@ -372,7 +409,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
 
             before = each_piece(gradients, nothing)
             if lags and persistent:
-                last_d_query(s, d_query_ref, before, warpgroup)
+                last_d_query(s, last_ref, before, warpgroup)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def load(inputs: Any, s: _Scratch, piece: _Piece, turn, steps):
@@ -421,7 +458,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         s: _Scratch,
         mask: TileMask,
         logits: TileLogits,
-        d_query_ref,
+        last_ref,
         piece: _Piece,
         turn,
         before: _Before,
@@ -447,7 +484,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                     make_finite(tile)
                 plgpu.commit_smem()
 
-        if apart and not sees_all(p):
+        if left is not None and not sees_all(p):
             # As above; but here nobody has looked whether they are broken.
             for tile in (*key, value):
                 make_finite(tile)
@@ -537,8 +574,8 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                     units = plgpu.load(of_tile, layout=BY_ROW, optimized=False)
                 plgpu.wgmma(d_value, kept.astype(p.dtype), d_out)
                 d_scores = (weights * d_weights).astype(p.dtype)
-                if not lags:
-                    leave_d_scores(buffer, d_scores, head, q_index)
+                if left is not None:
+                    leave_d_scores(left, buffer, d_scores, head, q_index)
                     plgpu.wgmma(d_key, d_scores, query)
                     plgpu.wgmma_wait(1)  # dK's product goes on
                     plgpu.barrier_arrive(s.d_out_consumed.at[slot])
@@ -562,7 +599,7 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 d_query = pl.run_scoped(d_query_and_key, plgpu.WGMMAAccumulatorRef((ROWS, panel), jnp.float32))
                 plgpu.barrier_arrive(s.d_out_consumed.at[slot])
                 plgpu.barrier_arrive(s.scores_consumed.at[1 - buffer])
-                add_d_query(s, d_query_ref, d_query, before, warpgroup)
+                add_d_query(s, last_ref, d_query, before, warpgroup)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(s.q_consumed.at[slot])
                 return before._replace(steps=i + 1, head=head, q_index=q_index, units=units, **place)
@@ -574,12 +611,13 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
                 if lags:
                     plgpu.barrier_arrive(s.scores_ready.at[buffer])
 
-            def leave_d_scores(buffer, d_scores, head, q_index):
-                plgpu.wait_smem_to_gmem(q_tile // ROWS, wait_read_only=True)  # for those of the step before the last
+            def leave_d_scores(left: LeftScores, buffer, d_scores, head, q_index):
+                halves = q_tile // ROWS
+                plgpu.wait_smem_to_gmem(halves, wait_read_only=True)  # for those of the step before the last
                 write_d_scores(buffer, d_scores)
-                for j in range(q_tile // ROWS):
-                    queries = pl.ds(q_index * q_tile + j * ROWS, ROWS)
-                    to = d_query_ref.at[example * p.heads + head, pl.ds(k_start, ROWS), queries]
+                row = left.row(piece.pair * p.group + head - piece.first_head, piece.kv_index)
+                for j in range(halves):
+                    to = last_ref.at[TILE // ROWS * row + q_index * halves + j, own]
                     plgpu.copy_smem_to_gmem(s.d_scores.at[buffer, j, own], to)
 
             after = piece.each_query_tile(step, before)
@@ -652,28 +690,16 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             scratch["keys_left"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
     elif persistent:
         scratch["result_slots"] = results
-    shapes: list[tuple[int, ...]] = [(p.batch, kv_rows, p.kv_heads, dim) for dim in (qk_dim, v_dim)]
-    added_to = []
-    if apart:
-        shapes.insert(0, (p.batch * p.heads, kv_rows, q_rows))
-    else:
-        zeros = jnp.zeros((p.batch, q_rows, p.heads, qk_dim), summed_dtype(p)) if zeros is None else zeros
-        added_to.append(jax.new_ref(zeros))
-    *d_scores, d_key, d_value = plgpu.kernel(
+    return plgpu.kernel(
         attention_backward,
-        out_type=tuple(jax.ShapeDtypeStruct(shape, p.dtype) for shape in shapes),
+        out_type=() if left is None else (jax.ShapeDtypeStruct(left.shape, p.dtype),),
         grid=(tiles.blocks if persistent else order.total,),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not keeps_barriers),
-    )(*arrays, *([jnp.asarray(schedule)] if persistent else []), *added_to)
-    if apart:
-        from fast_layers.ops.attention import hopper_bwd_apart
-
-        return hopper_bwd_apart.d_query(p, *d_scores, operands.key), d_key, d_value
-    return added_to[0][...], d_key, d_value
+    )(*arrays, *written)
 
 
 class _Piece(NamedTuple):
@@ -685,6 +711,8 @@ class _Piece(NamedTuple):
     problem: Problem
     mask: TileMask
     ragged_apart: bool
+    pair: Any
+    """Of an example and a key/value head, within a group."""
     example: Any
     kv_head: Any
     kv_index: Any
@@ -696,10 +724,17 @@ class _Piece(NamedTuple):
 
     @classmethod
     def of(
-        cls, p: Problem, tiles: HopperBackwardTiles, order: TileOrder, mask: TileMask, inputs: Any, index: Any
+        cls,
+        p: Problem,
+        tiles: HopperBackwardTiles,
+        order: TileOrder,
+        mask: TileMask,
+        inputs: Any,
+        first_pair: Any,
+        index: Any,
     ) -> _Piece:
-        head, kv_index = order.locate(index)
-        example, kv_head = lax.div(head, p.kv_heads), lax.rem(head, p.kv_heads)
+        pair, kv_index = order.locate(index)
+        example, kv_head = lax.div(first_pair + pair, p.kv_heads), lax.rem(first_pair + pair, p.kv_heads)
         first, last = mask.query_span(example, kv_index, inputs.q_span)
         apart, full = tiles.ragged_apart and mask.hides and mask.is_band, (last, last)
         if apart:
@@ -707,7 +742,7 @@ class _Piece(NamedTuple):
             full = jnp.clip(full_first, first, last), jnp.clip(full_last, first, last)
         # Pieces that are all at the same queries would add to the same rows of dQ at once. A mask keeps them apart.
         start = lax.div(kv_index * last, order.tiles) if sees_all(p) else first
-        return cls(p, mask, apart, example, kv_head, kv_index, first, last, full, start)
+        return cls(p, mask, apart, pair, example, kv_head, kv_index, first, last, full, start)
 
     @property
     def first_head(self) -> Any:

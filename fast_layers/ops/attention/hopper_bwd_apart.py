@@ -1,9 +1,9 @@
-"""dQ by a product of its own, for attention's backward on Hopper (sm_90a) where rows are short.
+"""dQ by a product of its own, for attention's backward on Hopper (sm_90a).
 
-Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H depth.
+Axis letters: B batch, S keys, K key/value heads, H depth; L tiles of dS, of 128 keys and half as many queries.
 
-The backward's main kernel leaves dS, its keys first, in the GPU's memory, and a block here goes through the keys that a
-tile of 128 queries sees, 64 queries for each of its two compute warpgroups:
+The backward's main kernel leaves a group of heads' dS, its keys first, in the GPU's memory (`hopper_bwd_scores.py`),
+and a block here goes through the keys that a tile of 128 queries sees, 64 for each of its two compute warpgroups:
 
     load warpgroup                              each compute warpgroup, on its own 64 queries
     dS, K       -> ready        waits consumed      dQ += dS K                        frees consumed
@@ -14,7 +14,6 @@ The blocks are persistent, so that the next tile loads meanwhile. Each row is su
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -22,16 +21,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.ops.attention.config import HOPPER_SMS, sees_all
 from fast_layers.ops.attention.hopper_bwd import make_finite
+from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
-from fast_layers.ops.attention.problem import Problem
 
-WARPGROUPS = 2
-TILE = WARPGROUPS * ROWS
+WARPGROUPS = TILE // ROWS
 _STAGES = 3
 
 
@@ -44,22 +42,31 @@ class _Scratch(NamedTuple):
     keys_mended: Any
 
 
-# Jitted, so that a model of many equal layers traces and lowers the kernel once.
-@functools.partial(jax.jit, static_argnums=0)
-def d_query(p: Problem, d_scores: Float[Array, "B*N S T"], key: Float[Array, "B S K H"]) -> Float[Array, "B T N H"]:
-    depth = key.shape[3]
+def d_query(
+    left: LeftScores,
+    d_scores: Float[Array, "L 128 64"],
+    key: Float[Array, "B S K H"],
+    turn: Int[Array, " 1"] | None,
+    d_query_ref: Any,
+):
+    """Writes a group's dQ; `turn` as `LeftScores.in_groups` gives it."""
+    p, depth = left.problem, key.shape[3]
     q_tiles, kv_tiles = p.q_len // TILE, p.kv_len // TILE
-    pieces = p.batch * p.heads * q_tiles
+    pieces = left.pairs * p.group * q_tiles
     blocks = min(pieces, HOPPER_SMS)
     causal = not sees_all(p)
+    arrays, tree = jax.tree.flatten((d_scores, key, turn))
 
-    def attention_backward_query(d_scores_ref, key_ref, d_query_ref, **scratch):
+    def attention_backward_query(*refs, **scratch):
+        d_scores_ref, key_ref, turn_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        d_query_ref = refs[tree.num_leaves]
         s = _Scratch(**scratch)
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        first_head = left.first_pair(turn_ref) * p.group
         turns = lax.div(pieces - block + (blocks - 1), blocks)
 
         def each_tile(role, state):
-            """The last `state = role(head, q_index, number of tiles of keys, state)`."""
+            """The last `state = role(head within the group, q_index, number of tiles of keys, state)`."""
 
             def take(turn, state):
                 index = block + turn * blocks
@@ -75,13 +82,14 @@ def d_query(p: Problem, d_scores: Float[Array, "B*N S T"], key: Float[Array, "B 
             plgpu.set_max_registers(40, action="decrease")
 
             def load(head, q_index, tiles, step):
-                example, kv_head = lax.div(head, p.heads), lax.div(lax.rem(head, p.heads), p.group)
+                example = lax.div(first_head + head, p.heads)
+                kv_head = lax.div(lax.rem(first_head + head, p.heads), p.group)
 
                 def tile(j, step):
                     slot, keys = lax.rem(step, _STAGES), pl.ds(j * TILE, TILE)
                     pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(s.consumed.at[slot]))
                     for i in range(WARPGROUPS):
-                        part = d_scores_ref.at[head, keys, pl.ds(q_index * TILE + i * ROWS, ROWS)]
+                        part = d_scores_ref.at[WARPGROUPS * (left.row(head, j) + q_index) + i]
                         plgpu.copy_gmem_to_smem(part, s.score_slots.at[slot, i], s.ready.at[slot])
                     plgpu.copy_gmem_to_smem(key_ref.at[example, keys, kv_head], s.key_slots.at[slot], s.ready.at[slot])
                     return step + 1
@@ -114,7 +122,7 @@ def d_query(p: Problem, d_scores: Float[Array, "B*N S T"], key: Float[Array, "B 
                 s.result_slots[warpgroup] = (product * p.scale).astype(p.dtype)
                 plgpu.commit_smem()
                 rows = pl.ds(q_index * TILE + warpgroup * ROWS, ROWS)
-                to = d_query_ref.at[lax.div(head, p.heads), rows, lax.rem(head, p.heads)]
+                to = d_query_ref.at[lax.div(first_head + head, p.heads), rows, lax.rem(first_head + head, p.heads)]
                 plgpu.copy_smem_to_gmem(s.result_slots.at[warpgroup], to)
                 return step
 
@@ -128,9 +136,8 @@ def d_query(p: Problem, d_scores: Float[Array, "B*N S T"], key: Float[Array, "B 
             each_tile(multiply, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    return plgpu.kernel(
+    plgpu.kernel(
         attention_backward_query,
-        out_type=jax.ShapeDtypeStruct((p.batch, p.q_len, p.heads, depth), p.dtype),
         grid=(blocks,),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
@@ -143,4 +150,4 @@ def d_query(p: Problem, d_scores: Float[Array, "B*N S T"], key: Float[Array, "B 
             "consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=_STAGES),
             "keys_mended": plgpu.Barrier(num_arrivals=WARPGROUPS),
         },
-    )(d_scores, key)
+    )(*arrays, d_query_ref)

@@ -92,7 +92,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     by_parts = sees_all(p)
     pieces = (1 if by_parts else _FEWEST_PIECES) if kv_tiles <= _SHORT_TILES else HOPPER_SMS
     order = TileOrder.of(p.batch * p.kv_heads, kv_tiles, 1, bytes_per_head, pieces)
-    zeros, operands = operands.d_query, operands._replace(d_query=None)
+    zeros, operands = operands.zeros, operands._replace(zeros=None)
     tree = jax.tree.structure(operands)
 
     def attention_backward_deep(*refs, **scratch):
