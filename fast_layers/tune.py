@@ -142,7 +142,8 @@ def tune_kind(
         try:
             with parity.compilers() as pool:
                 prepare = stopwatch(*call, pool)
-                timed = _times([rule(*call), *candidates(pass_, depth, mask)], prepare, where, failed)
+                choices = (_for_call(tiles, *call) for tiles in candidates(pass_, depth, mask))
+                timed = _times([rule(*call), *choices], prepare, where, failed)
         except Exception as error:
             failed.raised(where, error)
             continue
@@ -242,13 +243,23 @@ Prepare = Callable[[tuned.Tiles], parity.Begun]
 
 def rule(pass_: str, depth: int, mask: str, length: int, batch: int) -> tuned.Tiles:
     """What such a call takes if no table has it."""
+    return tuned.tiles_class(pass_, depth, depth).of(_problem(depth, mask, length, batch))
 
+
+def _for_call(tiles: tuned.Tiles, _pass: str, depth: int, mask: str, length: int, batch: int) -> tuned.Tiles:
+    """What becomes of these tiles in such a call."""
+    if not isinstance(tiles, HopperBackwardTiles):
+        return tiles
+    return tiles.for_call(_problem(depth, mask, length, batch))
+
+
+def _problem(depth: int, mask: str, length: int, batch: int) -> Problem:
     def call(*arrays: jax.Array) -> None:
         problems.append(_call(mask, *arrays)[0])
 
     problems: list[Problem] = []
     jax.eval_shape(call, *3 * [jax.ShapeDtypeStruct(_shape_of_arrays(depth, length, batch), jnp.bfloat16)])
-    return tuned.tiles_class(pass_, depth, depth).of(problems[0])
+    return problems[0]
 
 
 def _shape_of_arrays(depth: int, length: int, batch: int) -> tuple[int, ...]:

@@ -334,9 +334,15 @@ class HopperBackwardTiles:
         """Of 16-bit tiles, of dQ's and of row vectors in 32 bits; barriers take less than the last KiB."""
         qk_dim, v_dim = -(-qk_dim // self.depth_multiple) * self.depth_multiple, -(-v_dim // 16) * 16
         inputs = 2 * (self.kv_tile + self.stages * self.q_tile) * (qk_dim + v_dim)
-        next_keys = 2 * self.kv_tile * qk_dim if self.blocks else 0
-        d_scores, d_query = 2 * 2 * self.q_tile * self.kv_tile, 4 * self.q_tile * qk_dim
-        return inputs + next_keys + d_scores + d_query + 3 * 4 * self.stages * self.q_tile + (1 << 10)
+        next_keys = 2 * self.kv_tile * qk_dim if self.blocks and not self.d_query_apart else 0
+        # dK and dV of a persistent grid leave by as much as dQ takes.
+        sums_or_results = 4 * self.q_tile * qk_dim if self.blocks or not self.d_query_apart else 0
+        d_scores, vectors = 2 * 2 * self.q_tile * self.kv_tile, 2 if self.d_query_apart else 3
+        return inputs + next_keys + d_scores + sums_or_results + vectors * 4 * self.stages * self.q_tile + (1 << 10)
+
+    def for_call(self, problem: Problem) -> HopperBackwardTiles:
+        """Without what this call has no use for."""
+        return dataclasses.replace(self, d_query_apart=self.d_query_apart and self.leaves_d_scores(problem))
 
     def leaves_d_scores(self, problem: Problem) -> bool:
         """No mask, or a causal one over as many keys as queries; lengths of whole tiles; one head's dS fits."""

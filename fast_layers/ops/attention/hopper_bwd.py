@@ -32,7 +32,6 @@ Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -120,7 +119,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
 
         tiles, launch = tiles or HopperDeepBackwardTiles.of(p), hopper_bwd_deep.launch
     else:
-        tiles, launch = tiles or HopperBackwardTiles.of(p), _launch
+        tiles, launch = (tiles or HopperBackwardTiles.of(p)).for_call(p), _launch
     qk_dim, v_dim = padded_depth(p.qk_dim, tiles.depth_multiple), padded_depth(p.v_dim)
     query = inputs.query
     sees_none = lse == -jnp.inf
@@ -134,9 +133,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         query = finite_or_zero(query)
         d_out = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, finite_or_zero(d_out))
         lse = jnp.where(broken & ~sees_none, jnp.nan, lse)
-    apart = launch is _launch and tiles.d_query_apart and tiles.leaves_d_scores(p)
-    if launch is _launch:
-        tiles = dataclasses.replace(tiles, d_query_apart=apart)
+    apart = launch is _launch and tiles.d_query_apart
     rows, measured = None, hopper_bwd_rows.Operands(out, d_out, inputs.key, inputs.value)
     if apart:
         delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)

@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fast_layers.ops.attention import api, hopper_bwd_deep
+from fast_layers.ops.attention import api, config, hopper_bwd_deep, hopper_bwd_scores
 from fast_layers.ops.attention.config import (
     HOPPER_SMEM_BYTES,
+    HOPPER_SMS,
     HopperBackwardTiles,
     HopperDeepBackwardTiles,
     HopperForwardTiles,
 )
+from fast_layers.ops.attention.problem import Problem
 
 REGISTERS = 1 << 16
 WARPGROUP = 128
@@ -101,3 +103,38 @@ def test_deep_causal_tiles_of_64_keys_have_spans_of_their_own(depths, kv_tile):
     (tiles,) = chosen
     assert (tiles.kv_tile, tiles.own_spans) == (kv_tile, kv_tile == 64)
     assert tiles.smem_bytes(*depths) <= HOPPER_SMEM_BYTES
+
+
+def _backward_problem(length, batch, causal, kv_heads=16):
+    def call(query, key, value):
+        inputs, aux, given, _ = api._prepare(query, key, value, is_causal=causal)
+        problems.append(given.problem(inputs, aux))
+
+    problems: list[Problem] = []
+    heads = 16, kv_heads, kv_heads
+    jax.eval_shape(call, *(jax.ShapeDtypeStruct((batch, length, n, 128), jnp.bfloat16) for n in heads))
+    return problems[0]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("length", "batch"), [(512, 256), (2048, 8), (4096, 4), (8192, 2), (16384, 1), (4096, 1)])
+def test_groups_of_heads_fit_and_fill_the_gpu(length, batch, causal):
+    left = hopper_bwd_scores.LeftScores(_backward_problem(length, batch, causal))
+    integers = 4 * batch * length * 16 * 128
+    assert 2 * np.prod(left.shape) <= min(config.MOST_D_SCORES_BYTES, 17 / 4 * integers)
+    assert left.pairs * left.groups == batch * 16
+    # The work of all SMs against the longest tile of keys, and as many turns of middling ones as it takes.
+    work, turns = left.pairs * left.tiles / HOPPER_SMS, -(-left.pairs * length // 128 // HOPPER_SMS)
+    assert work / max(length // 128, turns * left.tiles / (length // 128)) >= 0.93
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_two_tiles_of_scores_lie_in_one_place(causal):
+    left = hopper_bwd_scores.LeftScores(_backward_problem(512, 1, causal, kv_heads=8))
+    places = [
+        int(left.row(head, kv_index)) + q_index
+        for head in range(left.pairs * 2)
+        for kv_index in range(4)
+        for q_index in range(kv_index if causal else 0, 4)
+    ]
+    assert sorted(places) == list(range(left.shape[0] // 2))

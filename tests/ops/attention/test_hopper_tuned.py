@@ -299,9 +299,9 @@ class TestTune:
                 raise ZeroDivisionError
             return 1.0
 
-        failed, made = tune.Failures(), list(tune.candidates("backward", 64, "full"))
+        failed, made = tune.Failures(), list(tune.candidates("backward", 64, "window"))
         with parity.compilers() as pool:
-            prepare = _stopwatch(milliseconds)("backward", 64, "full", 512, 1, pool)
+            prepare = _stopwatch(milliseconds)("backward", 64, "window", 512, 1, pool)
             timed = tune._times(made, prepare, "here", failed)
         assert {tune._shape(tiles) for tiles, _ in timed} == {tune._shape(tiles) for tiles in made}
         assert failed.count == len(timed) == len({*map(tune._shape, made)}) + tune._BEST_SHAPES
