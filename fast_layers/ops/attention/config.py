@@ -67,10 +67,12 @@ _MOST_SHALLOW_TILES = 64
 """Of keys, for a persistent grid of the backward at depths up to 64 without a mask."""
 LONGEST_D_QUERY_APART = {64: 512, 128: 1024}
 """By depth, the most queries and keys."""
+WIDEST_WINDOW_APART: dict[int, int] = {}
+"""By depth, the most queries in the tiles that see a tile of keys of a window."""
 MOST_D_SCORES_BYTES = 1 << 30
 """Of dS in memory at a time."""
-_MOST_D_SCORES = 17 / 4
-"""Of what dQ's integers would take; a little more than four times, for a diagonal of whole tiles."""
+_MOST_D_SCORES = 9 / 2
+"""Of what dQ's integers would take; more than four times, for the whole tiles at both ends of a window."""
 _GROUP_COST = 4
 """Of a group's kernels to start and end, in the time of a tile."""
 _MOST_SPLITS = 128
@@ -122,9 +124,20 @@ def _keys_seen(problem: Problem, queries: int) -> int:
     return min(keys, band.high - band.low + queries)
 
 
+def window_tiles(problem: Problem) -> tuple[int, int] | None:
+    """By tiles of 128: how many queries see a tile of keys of a static window, and how many of them stand before it."""
+    band = problem.mask.band
+    if band is None or band.low is None or band.high is None:
+        return None
+    before, behind = -(-band.high // 128), -(band.low // 128)
+    return min(before + 1 + behind, problem.q_len // 128), before
+
+
 def scores_tiles(problem: Problem) -> int:
     """Tiles of 128 queries and 128 keys that the backward leaves of a query head's dS."""
     q_tiles, kv_tiles = problem.q_len // 128, problem.kv_len // 128
+    if window := window_tiles(problem):
+        return window[0] * kv_tiles
     return q_tiles * kv_tiles if problem.mask.band is None else q_tiles * (q_tiles + 1) // 2
 
 
@@ -135,7 +148,9 @@ def scores_group(problem: Problem) -> int:
     As few as finish all pairs soonest on all SMs, by a count of tiles.
     """
     p = problem
-    tiles, q_tiles, kv_tiles = scores_tiles(p), p.q_len // 128, p.kv_len // 128
+    tiles, kv_tiles = scores_tiles(p), p.kv_len // 128
+    window = window_tiles(p)
+    longest = p.q_len // 128 if window is None else window[0]
     total, tile_bytes = p.batch * p.kv_heads, 128 * 128 * p.dtype.itemsize
     bound = min(MOST_D_SCORES_BYTES, int(_MOST_D_SCORES * 4 * p.batch * p.heads * p.q_len * p.qk_dim))
     most = min(bound // (p.group * tiles * tile_bytes), total)
@@ -143,9 +158,9 @@ def scores_group(problem: Problem) -> int:
         return 0
 
     def duration(pairs: int) -> float:
-        """A block takes one tile of keys after the other, of `q_tiles` tiles at most."""
+        """A block takes one tile of keys after the other, of `longest` tiles at most."""
         turns = -(-pairs * kv_tiles // HOPPER_SMS)
-        return -(-total // pairs) * (p.group * max(turns * tiles / kv_tiles, q_tiles) + _GROUP_COST)
+        return -(-total // pairs) * (p.group * max(turns * tiles / kv_tiles, longest) + _GROUP_COST)
 
     fewest = -(-total // most)
     choices = {-(-total // groups) for groups in range(fewest, min(8 * fewest, total) + 1)}
@@ -345,11 +360,13 @@ class HopperBackwardTiles:
         return dataclasses.replace(self, d_query_apart=self.d_query_apart and self.leaves_d_scores(problem))
 
     def leaves_d_scores(self, problem: Problem) -> bool:
-        """No mask, or a causal one over as many keys as queries; lengths of whole tiles; one head's dS fits."""
+        """No mask, or over as many keys as queries a causal one or a window; whole tiles; one head's dS fits."""
         p, band = problem, problem.mask.band
-        causal = band is not None and band.low is None and band.high == 0 and p.q_len == p.kv_len
+        own = band is None
+        if band is not None and band.high is not None and p.q_len == p.kv_len:
+            own = band.high == 0 if band.low is None else band.low <= 0 <= band.high
         whole = p.q_len % self.kv_tile == p.kv_len % self.kv_tile == 0 and p.qk_dim == p.v_dim in (64, 128)
-        return known_before_the_call(p) and (band is None or causal) and whole and scores_group(p) > 0
+        return known_before_the_call(p) and own and whole and scores_group(p) > 0
 
     @classmethod
     def of(cls, problem: Problem) -> HopperBackwardTiles:
@@ -362,8 +379,9 @@ class HopperBackwardTiles:
         # Measured on an H200, 2026-11-23: see bench/NOTES.md.
         tiles = cls(128 if shallow else 64, ragged_apart=apart)
         short = max(p.q_len, p.kv_len) <= LONGEST_D_QUERY_APART.get(p.qk_dim, 0)
-        at_once = scores_group(p) == p.batch * p.kv_heads
-        d_query_apart = short and at_once and tiles.leaves_d_scores(p)
+        if window := window_tiles(p):
+            short |= window[0] * cls.kv_tile <= WIDEST_WINDOW_APART.get(p.qk_dim, 0)
+        d_query_apart = short and tiles.leaves_d_scores(p) and scores_group(p) == p.batch * p.kv_heads
         if shallow:
             gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES
         else:

@@ -733,6 +733,10 @@ class _Piece(NamedTuple):
         pair, kv_index = order.locate(index)
         example, kv_head = lax.div(first_pair + pair, p.kv_heads), lax.rem(first_pair + pair, p.kv_heads)
         first, last = mask.query_span(example, kv_index, inputs.q_span)
+        if tiles.d_query_apart:
+            # dS is read by whole tiles.
+            halves = TILE // tiles.q_tile
+            first, last = lax.div(first, halves) * halves, lax.div(last + (halves - 1), halves) * halves
         apart, full = tiles.ragged_apart and mask.hides and mask.is_band, (last, last)
         if apart:
             full_first, full_last = mask.full_queries(kv_index * KV_TILE, KV_TILE)

@@ -24,10 +24,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from fast_layers.kernel_parts.smem_tile import smem_tile
-from fast_layers.ops.attention.config import HOPPER_SMS, sees_all
+from fast_layers.ops.attention.config import HOPPER_SMS
 from fast_layers.ops.attention.hopper_bwd import make_finite
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.tile_mask import TileMask
 
 WARPGROUPS = TILE // ROWS
 _STAGES = 3
@@ -51,10 +52,10 @@ def d_query(
 ):
     """Writes a group's dQ; `turn` as `LeftScores.in_groups` gives it."""
     p, depth = left.problem, key.shape[3]
-    q_tiles, kv_tiles = p.q_len // TILE, p.kv_len // TILE
+    q_tiles = p.q_len // TILE
     pieces = left.pairs * p.group * q_tiles
     blocks = min(pieces, HOPPER_SMS)
-    causal = not sees_all(p)
+    mask = TileMask(p, TILE, TILE, None)
     arrays, tree = jax.tree.flatten((d_scores, key, turn))
 
     def attention_backward_query(*refs, **scratch):
@@ -66,14 +67,14 @@ def d_query(
         turns = lax.div(pieces - block + (blocks - 1), blocks)
 
         def each_tile(role, state):
-            """The last `state = role(head within the group, q_index, number of tiles of keys, state)`."""
+            """The last `state = role(head within the group, q_index, its tiles of keys, state)`."""
 
             def take(turn, state):
                 index = block + turn * blocks
                 head = lax.div(index, q_tiles)
                 # So that no block has the same tile of each head, as causal ones are of unequal length.
                 q_index = lax.rem(index + lax.div(head * q_tiles, blocks), q_tiles)
-                return role(head, q_index, q_index + 1 if causal else kv_tiles, state)
+                return role(head, q_index, mask.key_span(0, q_index), state)
 
             return lax.fori_loop(0, turns, take, state)
 
@@ -81,7 +82,7 @@ def d_query(
         def _load():
             plgpu.set_max_registers(40, action="decrease")
 
-            def load(head, q_index, tiles, step):
+            def load(head, q_index, span, step):
                 example = lax.div(first_head + head, p.heads)
                 kv_head = lax.div(lax.rem(first_head + head, p.heads), p.group)
 
@@ -94,7 +95,7 @@ def d_query(
                     plgpu.copy_gmem_to_smem(key_ref.at[example, keys, kv_head], s.key_slots.at[slot], s.ready.at[slot])
                     return step + 1
 
-                return lax.fori_loop(0, tiles, tile, step)
+                return lax.fori_loop(span.first, span.last, tile, step)
 
             each_tile(load, jnp.int32(0))
 
@@ -102,19 +103,19 @@ def d_query(
         def _compute():
             plgpu.set_max_registers(224, action="increase")
 
-            def multiply(head, q_index, tiles, step):
+            def multiply(head, q_index, span, step):
                 def over_keys(acc):
                     def tile(j, step):
                         slot = lax.rem(step, _STAGES)
                         plgpu.barrier_wait(s.ready.at[slot])
-                        if causal:
-                            pl.when(j == tiles - 1)(lambda: mend(slot))
+                        if mask.hides:
+                            pl.when(span.ragged(j))(lambda: mend(slot))
                         plgpu.wgmma(acc, s.score_slots.at[slot, warpgroup].T, s.key_slots.at[slot])
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(s.consumed.at[slot])
                         return step + 1
 
-                    step_after = lax.fori_loop(0, tiles, tile, step)
+                    step_after = lax.fori_loop(span.first, span.last, tile, step)
                     return step_after, acc[...]
 
                 step, product = pl.run_scoped(over_keys, plgpu.WGMMAAccumulatorRef((ROWS, depth), jnp.float32))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from fast_layers.ops.attention.config import scores_group, scores_tiles
+from fast_layers.ops.attention.config import scores_group, scores_tiles, window_tiles
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.problem import Problem
 
@@ -26,7 +26,7 @@ TILE = 128
 
 @dataclasses.dataclass(frozen=True)
 class LeftScores:
-    """Where a tile of dS lies: in order of its keys, then its queries, those that a causal mask hides left out."""
+    """Where a tile of dS lies: in order of its keys, then its queries, those that a mask hides left out."""
 
     problem: Problem
 
@@ -52,6 +52,9 @@ class LeftScores:
     def row(self, head: Any, kv_index: Any) -> Any:
         """The place of a query tile among all tiles, less its index; `head`: of the query heads in a group."""
         p, q_tiles = self.problem, self.problem.q_len // TILE
+        if window := window_tiles(p):
+            width, before = window
+            return head * self.tiles + kv_index * width - jnp.maximum(kv_index - before, 0)
         if p.mask.band is None:
             return head * self.tiles + kv_index * q_tiles
         return head * self.tiles + lax.div(kv_index * (2 * q_tiles - 1 - kv_index), 2)
