@@ -378,9 +378,10 @@ class HopperBackwardTiles:
         kv_tiles = -(-p.kv_len // cls.kv_tile)
         # Measured on an H200, 2026-11-23: see bench/NOTES.md.
         tiles = cls(128 if shallow else 64, ragged_apart=apart)
-        short = max(p.q_len, p.kv_len) <= LONGEST_D_QUERY_APART.get(p.qk_dim, 0)
         if window := window_tiles(p):
-            short |= window[0] * cls.kv_tile <= WIDEST_WINDOW_APART.get(p.qk_dim, 0)
+            short = window[0] * cls.kv_tile <= WIDEST_WINDOW_APART.get(p.qk_dim, 0)
+        else:
+            short = max(p.q_len, p.kv_len) <= LONGEST_D_QUERY_APART.get(p.qk_dim, 0)
         d_query_apart = short and tiles.leaves_d_scores(p) and scores_group(p) == p.batch * p.kv_heads
         if shallow:
             gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES
