@@ -85,10 +85,10 @@ KERNELS = {"ssd_forward", "ssd_states", "ssd_backward_columns", "ssd_backward_ro
 EVERYTHING = ("D", "z", "dt_bias", "initial_state", "segment_ids")
 LEAN = {
     "P64 N128, everything": Call(options=EVERYTHING),
-    # Fewer channels to sum over than a swizzled tile of a state would have columns.
-    **{f"P32 N{state_dim}, one head": Call(heads=1, head_dim=32, state_dim=state_dim) for state_dim in (64, 128)},
 }
 REST = {
+    # Fewer channels to sum over than a swizzled tile of a state would have columns.
+    **{f"P32 N{state_dim}, one head": Call(heads=1, head_dim=32, state_dim=state_dim) for state_dim in (64, 128)},
     # The first with several units for each block of the backward, the other with one.
     **{
         f"P{head_dim} N{state_dim}, {name}": dataclasses.replace(call, head_dim=head_dim, state_dim=state_dim)

@@ -441,6 +441,7 @@ class TestVmap:
     def test_sinks_closed_over(self):
         self._check((0, 0, 0, 0, None), *_draw(), jnp.array([0.5, 2.0], jnp.float32))
 
+    @pytest.mark.exhaustive
     def test_over_sinks(self):
         self._check((0, 0, 0, 0, 0), *_draw(), jnp.array([[0.5, 2.0], [-1.0, 4.0]], jnp.float32))
 

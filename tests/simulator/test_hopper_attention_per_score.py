@@ -20,10 +20,10 @@ CASES = {
         batch=2, q_len=150, kv_len=150, heads=2, kv_heads=1, is_causal=True, key_lengths=(150, 97), softcap=10.0,
         sinks=True, lse_gradient=True, dense_mask=True, bias=(1, 2, 150, 150), dropout_rate=0.1,
     ),
-    "dropout, depth 192": Case(batch=1, q_len=150, kv_len=150, heads=2, kv_heads=2, qk_dim=192, v_dim=128,
-                               dense_mask=True, dropout_rate=0.2),
 }  # fmt: skip
 MORE = {
+    "dropout, depth 192": Case(batch=1, q_len=150, kv_len=150, heads=2, kv_heads=2, qk_dim=192, v_dim=128,
+                               dense_mask=True, dropout_rate=0.2),
     "bias shared by examples, causal": Case(
         batch=2, q_len=150, kv_len=150, heads=2, kv_heads=1, is_causal=True, bias=(1, 2, 150, 150), lse_gradient=True
     ),

@@ -100,16 +100,11 @@ def split_tiles(problem, aux, splits: int) -> HopperForwardTiles:
 # from these in shapes, or in an option that the same lines of the kernel apply in longer calls.
 EACH_RUN = {
     ("one query", 2),
-    ("causal", 2),
     ("chunked prefill", 1),
-    ("packed into three tiles", 2),
     ("lengths", 5),
-    ("window", 2),
     ("sinks", 2),
     ("segments", 2),
     ("depths 40 and 24", 2),
-    ("depth 256", 2),
-    ("two warpgroups", 2),
 }
 
 

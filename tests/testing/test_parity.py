@@ -287,7 +287,7 @@ def test_the_quick_cases_have_the_form_with_clusters_and_those_without():
     assert {tiles.cluster for tiles in forms} == {1, 2}
 
 
-@pytest.mark.parametrize("name", QUICK[:2])
+@pytest.mark.parametrize("name", QUICK[:1])
 def test_xla_is_within_the_limit_here(name):
     table = check_parity(backends=["xla"], cases=[name])
     assert table.ok, str(table)
