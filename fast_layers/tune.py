@@ -248,7 +248,7 @@ def rule(pass_: str, depth: int, mask: str, length: int, batch: int) -> tuned.Ti
 
 def _for_call(tiles: tuned.Tiles, _pass: str, depth: int, mask: str, length: int, batch: int) -> tuned.Tiles:
     """What becomes of these tiles in such a call."""
-    if not isinstance(tiles, HopperBackwardTiles):
+    if isinstance(tiles, HopperForwardTiles):
         return tiles
     return tiles.for_call(_problem(depth, mask, length, batch))
 

@@ -44,6 +44,9 @@ class Call:
 
     @property
     def d_query_apart(self) -> bool:
+        if max(self.qk_dim, self.v_dim or 0) > 128:
+            known = not (self.segments or self.bias or self.mask or "dropout_rate" in self.options)
+            return known and self.length % 128 == 0
         return self.length <= 512 or (self.length <= 1024 and self.qk_dim == 128)
 
     def compilation(self) -> Compilation:
@@ -103,6 +106,8 @@ BATCHES = {
         "d64 softcap": Call(qk_dim=64, options=CAUSAL | SOFTCAP),
         "d128 window, softcap": Call(options=WINDOW | SOFTCAP),
         "d256/128 causal": Call(qk_dim=256, v_dim=128, options=CAUSAL),
+        "d256 full, odd length": Call(2047, qk_dim=256),
+        "d256 causal, odd length": Call(2047, qk_dim=256, options=CAUSAL),
         "d64 causal, grouped": Call(kv_heads=4, qk_dim=64, options=CAUSAL),
         "d64 any order": Call(qk_dim=64, options=CAUSAL | ANY_ORDER),
         "d128 full, short": Call(2048),
@@ -156,10 +161,9 @@ SPILLS = {
     "d128 window, softcap": (44, 390),
     "d128 segments": (0, 350),
     "d128 everything": (24, 540),
-    "d192/128 causal": (15, 0),
-    "d256/128 causal": (0, 0),
-    "d256 full": (0, 0),
-    "d256 causal": (150, 0),
+    "d192/128 causal": (15, 0, 0),
+    "d256 causal": (150, 0, 0),
+    "d256 causal, odd length": (150, 0),
     "d256 segments": (80, 0),
     "d64 bias": (0, 230, 0),
     "d64 mask, dropout": (0, 1660),

@@ -21,6 +21,8 @@ from fast_layers.ops.attention import (
     hopper_bwd,
     hopper_bwd_apart,
     hopper_bwd_deep,
+    hopper_bwd_deep_query,
+    hopper_bwd_deep_scores,
     hopper_bwd_rows,
     hopper_bwd_scores,
     hopper_call,
@@ -29,7 +31,7 @@ from fast_layers.ops.attention import (
     tile_mask,
     xla,
 )
-from fast_layers.ops.attention.config import HopperBackwardTiles, HopperForwardTiles
+from fast_layers.ops.attention.config import HopperBackwardTiles, HopperDeepBackwardTiles, HopperForwardTiles
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals, finite_or_zero
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
@@ -196,13 +198,25 @@ APART = {
 }
 
 
-def _apart(tiles: HopperBackwardTiles) -> tuple[tuple[Any, str, Any], ...]:
-    return backward_tiles(dataclasses.replace(tiles, d_query_apart=True)), (hopper_bwd_apart, "HOPPER_SMS", 1)
+DEEP_APART = {
+    "deep causal, grouped heads": _square(256, heads=2, kv_heads=1, qk_dim=192, v_dim=64, is_causal=True),
+    "deep causal, three tiles": _square(384, heads=1, kv_heads=1, qk_dim=192, v_dim=192, is_causal=True),
+    "deep causal, clusters": _square(512, heads=1, kv_heads=1, qk_dim=192, v_dim=64, is_causal=True, lse_gradient=True),
+    "deep full, grouped heads": Case(batch=1, q_len=256, kv_len=384, heads=2, kv_heads=1, qk_dim=192, v_dim=192),
+}
 
 
-@pytest.mark.parametrize("name", some_each_run(APART, {"causal, grouped heads", "full, persistent"}))
+def _apart(tiles: HopperBackwardTiles | HopperDeepBackwardTiles) -> tuple[tuple[Any, str, Any], ...]:
+    tiles = dataclasses.replace(tiles, d_query_apart=True)
+    return backward_tiles(tiles), (hopper_bwd_apart, "HOPPER_SMS", 1), (hopper_bwd_deep_query, "HOPPER_SMS", 2)
+
+
+EACH_RUN_APART = {"causal, grouped heads", "full, persistent", "deep causal, grouped heads"}
+
+
+@pytest.mark.parametrize("name", some_each_run(APART | DEEP_APART, EACH_RUN_APART))
 def test_d_query_by_a_kernel_of_its_own(name):
-    case, tiles = APART[name]
+    case, tiles = APART[name] if name in APART else (DEEP_APART[name], HopperDeepBackwardTiles())
     with patched(*_apart(tiles)):
         judged = judge(case, supports=only("backward"))
     assert not judged.faulty, judged.report()
@@ -539,6 +553,43 @@ LEFT_FAULTS = {
     "dS's slot overwritten": (APART_CASE, StandIn("read wait_smem_to_gmem #1"), "write of SMEM"),
 }
 
+# Six steps of two slots in the main kernel.
+DEEP_LEFT_CASE = Case(batch=1, q_len=384, kv_len=128, heads=1, kv_heads=1, qk_dim=192, v_dim=64)
+DEEP_MENDED = _square(128, heads=1, kv_heads=1, qk_dim=192, v_dim=64, is_causal=True)
+# Four steps of three slots for dQ, of two heads' queries.
+DEEP_TWO = _square(128, heads=2, kv_heads=2, qk_dim=192, v_dim=64)
+DEEP_LEFT_FAULTS = {
+    "keys not awaited": (DEEP_LEFT_CASE, StandIn("barrier_wait k_ready"), "read of SMEM"),
+    "values not awaited": (DEEP_LEFT_CASE, StandIn("barrier_wait v_ready"), "read of SMEM"),
+    "queries not awaited": (DEEP_LEFT_CASE, StandIn("barrier_wait q_ready"), "read of SMEM"),
+    "d_out not awaited": (DEEP_LEFT_CASE, StandIn("barrier_wait d_out_ready"), "read of SMEM"),
+    "queries overwritten": (DEEP_LEFT_CASE, StandIn("barrier_wait q_consumed"), "write of SMEM"),
+    "d_out overwritten": (DEEP_LEFT_CASE, StandIn("barrier_wait d_out_consumed"), "write of SMEM"),
+    "P not awaited": (DEEP_LEFT_CASE, StandIn("barrier_wait weights_ready"), "SMEM"),
+    # In the text: [finite keys,] P, the next P, dV; [finite values,] dS, the next dS, dK.
+    "first P not committed": (DEEP_LEFT_CASE, StandIn("commit_smem #1"), "write of SMEM"),
+    "P not committed": (DEEP_LEFT_CASE, StandIn("commit_smem #2"), "write of SMEM"),
+    "dV not committed": (DEEP_LEFT_CASE, StandIn("commit_smem #3"), "write of SMEM"),
+    "first dS not committed": (DEEP_LEFT_CASE, StandIn("commit_smem #4"), "write of SMEM"),
+    "dS not committed": (DEEP_LEFT_CASE, StandIn("commit_smem #5"), "write of SMEM"),
+    "dK not committed": (DEEP_LEFT_CASE, StandIn("commit_smem #6"), "write of SMEM"),
+    "finite keys not committed": (DEEP_MENDED, StandIn("commit_smem #1"), "write of SMEM"),
+    # Of the waits for a store's read: dV, dS, the next dS, dK.
+    "dS's slot overwritten": (DEEP_LEFT_CASE, StandIn("read wait_smem_to_gmem #3"), "write of SMEM"),
+    "scores read in flight": (DEEP_LEFT_CASE, StandIn("wgmma_accumulator_load #2"), "accumulator"),
+    "d_weights read in flight": (DEEP_LEFT_CASE, StandIn("wgmma_accumulator_load #4"), "accumulator"),
+    "d_out freed in flight": (DEEP_LEFT_CASE, StandIn("wgmma_wait #1"), "SMEM"),
+    "queries freed in flight": (DEEP_LEFT_CASE, StandIn("wgmma_wait #2"), "SMEM"),
+}
+DEEP_QUERY_FAULTS = {
+    "dS not awaited": (DEEP_TWO, StandIn("barrier_wait ready"), "read of SMEM"),
+    "dS overwritten": (DEEP_TWO, StandIn("barrier_wait consumed"), "write of SMEM"),
+    "dS freed in flight": (DEEP_TWO, StandIn("wgmma_wait #1"), "SMEM"),
+    "finite keys not awaited": (DEEP_MENDED, StandIn("barrier_wait keys_mended"), "SMEM"),
+    "dQ not committed": (DEEP_TWO, StandIn("commit_smem"), "write of SMEM"),
+    "dQ's slot overwritten": (DEEP_TWO, StandIn("read wait_smem_to_gmem #1"), "write of SMEM"),
+}
+
 # Six steps: two rounds of every ring.
 DEEP_CASE = Case(batch=1, q_len=384, kv_len=64, heads=1, kv_heads=1, qk_dim=192, v_dim=64)
 MASKED_DEEP = dataclasses.replace(
@@ -686,6 +737,17 @@ def test_planted_fault_of_d_query_apart_is_found(fault):
 @pytest.mark.parametrize("fault", some_each_run(LEFT_FAULTS, set()))
 def test_planted_fault_of_what_is_left_for_d_query_is_found(fault):
     _found(hopper_bwd, fault, LEFT_FAULTS, *_apart(HopperBackwardTiles(128)))
+
+
+@pytest.mark.parametrize("fault", some_each_run(DEEP_QUERY_FAULTS, set()))
+def test_planted_fault_of_the_deep_d_query_apart_is_found(fault):
+    one_block = hopper_bwd_deep_query, "HOPPER_SMS", 1
+    _found(hopper_bwd_deep_query, fault, DEEP_QUERY_FAULTS, *_apart(HopperDeepBackwardTiles()), one_block)
+
+
+@pytest.mark.parametrize("fault", some_each_run(DEEP_LEFT_FAULTS, {"P not awaited"}))
+def test_planted_fault_of_what_is_left_for_the_deep_d_query_is_found(fault):
+    _found(hopper_bwd_deep_scores, fault, DEEP_LEFT_FAULTS, *_apart(HopperDeepBackwardTiles()))
 
 
 @pytest.mark.parametrize("fault", some_each_run(DEEP_FAULTS, DEEP_EACH_RUN))

@@ -395,6 +395,7 @@ class HopperBackwardTiles:
 class HopperDeepBackwardTiles:
     """The shape of the backward kernel for depths over 128: tiles of 64 queries and 64 keys.
 
+    `d_query_apart`: dS goes to the GPU's memory, and another kernel makes dQ of it, where `leaves_d_scores`. Elsewhere
     `d_query_slots` parts of dQ, each of as many `columns`, are on their way to the GPU's memory.
     """
 
@@ -404,6 +405,7 @@ class HopperDeepBackwardTiles:
 
     d_query_slots: int = 2
     columns: int = 32
+    d_query_apart: bool = True
 
     def __post_init__(self):
         if self.d_query_slots < 1:
@@ -417,6 +419,21 @@ class HopperDeepBackwardTiles:
         inputs = 2 * (self.kv_tile + 2 * self.q_tile) * (qk_dim + v_dim)
         weights_and_scores = 2 * 2 * self.q_tile * self.kv_tile
         return inputs + weights_and_scores + self.d_query_slots * 4 * self.q_tile * self.columns + (3 << 10)
+
+    def for_call(self, problem: Problem) -> HopperDeepBackwardTiles:
+        """Without what this call has no use for."""
+        return dataclasses.replace(self, d_query_apart=self.d_query_apart and self.leaves_d_scores(problem))
+
+    def leaves_d_scores(self, problem: Problem) -> bool:
+        """No mask, or a causal one over as many keys as queries; lengths of whole tiles; one head's dS fits."""
+        p, band = problem, problem.mask.band
+        causal = band is not None and band.low is None and band.high == 0 and p.q_len == p.kv_len
+        whole = p.q_len % 128 == p.kv_len % 128 == 0 and p.qk_dim % 64 == p.v_dim % 64 == 0
+        # Two of P and of dS; dK and dV leave by slots of their own where they do not fit in V's and K's.
+        tiles = 3 * self.kv_tile * (p.qk_dim + p.v_dim) + 4 * self.q_tile * self.kv_tile
+        tiles += 0 if p.qk_dim == p.v_dim else self.kv_tile * (p.qk_dim + p.v_dim)
+        takes = known_before_the_call(p) and p.softcap is None and (band is None or causal) and whole
+        return takes and 2 * tiles + (3 << 10) <= HOPPER_SMEM_BYTES and scores_group(p) > 0
 
     @classmethod
     def of(cls, problem: Problem) -> HopperDeepBackwardTiles:

@@ -117,7 +117,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     if max(p.qk_dim, p.v_dim) > MAX_SHALLOW_DEPTH:
         from fast_layers.ops.attention import hopper_bwd_deep
 
-        tiles, launch = tiles or HopperDeepBackwardTiles.of(p), hopper_bwd_deep.launch
+        tiles, launch = (tiles or HopperDeepBackwardTiles.of(p)).for_call(p), hopper_bwd_deep.launch
     else:
         tiles, launch = (tiles or HopperBackwardTiles.of(p)).for_call(p), _launch
     qk_dim, v_dim = padded_depth(p.qk_dim, tiles.depth_multiple), padded_depth(p.v_dim)
@@ -133,7 +133,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         query = finite_or_zero(query)
         d_out = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, finite_or_zero(d_out))
         lse = jnp.where(broken & ~sees_none, jnp.nan, lse)
-    apart = launch is _launch and tiles.d_query_apart
+    apart = tiles.d_query_apart
     rows, measured = None, hopper_bwd_rows.Operands(out, d_out, inputs.key, inputs.value)
     if apart:
         delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)

@@ -29,7 +29,8 @@ refilled by whoever reads it last: queries by the key warpgroup after dK, output
 dV, when P is taken too, which the key warpgroup does after its d_weights. Of delta and units, whose readers may be a
 step behind and commit a step later, there are more slots.
 
-Blocks add their dQ to one array by TMA, of integers or floats as in hopper_bwd, and for the same reasons.
+Blocks add their dQ to one array by TMA, of integers or floats as in hopper_bwd, and for the same reasons. With
+`d_query_apart` two other kernels take this one's place, and nothing is added.
 
 Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
 """
@@ -59,6 +60,7 @@ from fast_layers.ops.attention.hopper_bwd import (
     make_finite,
     summed_dtype,
 )
+from fast_layers.ops.attention.hopper_bwd_scores import LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
@@ -79,7 +81,9 @@ _LSE, _DELTA, _UNITS = range(2), range(2, 5), range(5, 8)
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
-    """(d_query without the scale, as `as_summed` has it, d_key, d_value), padded as the operands are."""
+    """(dQ, without the scale and as `as_summed` has it if made in the kernel, dK, dV), padded as the operands are."""
+    if tiles.d_query_apart:
+        return _with_d_query_apart(p, operands)
     _, q_rows, _, qk_dim = operands.query.shape
     _, kv_rows, _, v_dim = operands.value.shape
     q_tile, kv_tile, panel, columns = tiles.q_tile, tiles.kv_tile, tiles.depth_multiple, tiles.columns
@@ -439,6 +443,19 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         return d_query[...], d_key, d_value
     in_order = d_query[...].reshape(p.batch, p.heads, q_tiles, parts, q_tile, columns).transpose(0, 2, 4, 1, 3, 5)
     return in_order.reshape(p.batch, -1, p.heads, qk_dim), d_key, d_value
+
+
+def _with_d_query_apart(p: Problem, operands: Operands):
+    from fast_layers.ops.attention import hopper_bwd_deep_query, hopper_bwd_deep_scores
+
+    left = LeftScores(p)
+
+    def run(turn, results):
+        d_query, d_key, d_value = results
+        d_scores = hopper_bwd_deep_scores.leave(left, operands, turn, d_key, d_value)
+        hopper_bwd_deep_query.d_query(left, d_scores, operands.key, turn, d_query)
+
+    return left.in_groups(run, operands.query, operands.key, operands.value)
 
 
 class _Block(NamedTuple):
