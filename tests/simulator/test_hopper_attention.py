@@ -811,5 +811,6 @@ def test_planted_fault_in_values_is_found(fault):
     with patched(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, change(getattr(owner, name)))
         judged = judge(CASES["causal"], timeout=20.0)
-    assert not judged.faulty, judged.report()
+    # A mask that shows more tiles than dS has room for also writes them where others stand.
+    assert not judged.faulty or fault == "causal off by one", judged.report()
     assert quantities <= {row.quantity for row in judged.table.failures}, judged.report()
