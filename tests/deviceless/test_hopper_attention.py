@@ -47,7 +47,8 @@ class Call:
         if max(self.qk_dim, self.v_dim or 0) > 128:
             known = not (self.segments or self.bias or self.mask or "dropout_rate" in self.options)
             return known and self.length % 128 == 0
-        return self.length <= 512 or (self.length <= 1024 and self.qk_dim == 128)
+        windowed = self.qk_dim == 128 and not self.segments and "local_window_size" in self.options
+        return windowed or self.length <= 512 or (self.length <= 1024 and self.qk_dim == 128)
 
     def compilation(self) -> Compilation:
         def shape(length, heads, depth):
@@ -157,8 +158,8 @@ SPILLS = {
     "d128 causal": (0, 290),
     "d128 causal, grouped": (0, 252),
     "d128 any order": (72, 320),
-    "d128 window": (0, 270),
-    "d128 window, softcap": (44, 390),
+    "d128 window": (0, 200, 0),
+    "d128 window, softcap": (44, 200, 0),
     "d128 segments": (0, 350),
     "d128 everything": (24, 540),
     "d192/128 causal": (15, 0, 0),

@@ -67,7 +67,7 @@ _MOST_SHALLOW_TILES = 64
 """Of keys, for a persistent grid of the backward at depths up to 64 without a mask."""
 LONGEST_D_QUERY_APART = {64: 512, 128: 1024}
 """By depth, the most queries and keys."""
-WIDEST_WINDOW_APART: dict[int, int] = {}
+WIDEST_WINDOW_APART = {128: 1152}
 """By depth, the most queries in the tiles that see a tile of keys of a window."""
 MOST_D_SCORES_BYTES = 1 << 30
 """Of dS in memory at a time."""
@@ -386,7 +386,7 @@ class HopperBackwardTiles:
         if shallow:
             gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES
         else:
-            gains = band is None or (band.low is not None and p.group == 1) or d_query_apart
+            gains = band is None or (d_query_apart if band.low is None else p.group == 1)
         persistent = gains and known_before_the_call(p) and p.batch * p.kv_heads * kv_tiles <= MOST_DEALT_PIECES
         return dataclasses.replace(tiles, blocks=HOPPER_SMS if persistent else 0, d_query_apart=d_query_apart)
 

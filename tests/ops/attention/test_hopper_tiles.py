@@ -75,11 +75,15 @@ def test_impossible_tiles_reject_themselves(make, reason):
         (2048, 2048, 128, {}, False),
         (448, 448, 128, {}, False),
         (512, 512, 96, {}, False),
-        (512, 512, 128, {"local_window_size": (100, 0)}, False),
+        (512, 512, 128, {"local_window_size": (100, 0)}, True),
+        (2048, 2048, 128, {"local_window_size": (896, 128)}, True),
+        (2048, 2048, 128, {"local_window_size": (1025, 0)}, False),
+        (4096, 4096, 128, {"local_window_size": (1024, 0)}, False),  # more than 1 GiB
+        (512, 512, 128, {"local_window_size": (100, 0), "q_offset": 200}, False),
         (512, 512, 128, {"key_value_seq_lengths": np.full(8, 100)}, False),
     ],
 )
-def test_short_rows_of_whole_tiles_have_a_kernel_for_d_query(q_len, kv_len, depth, options, apart):
+def test_few_scores_a_row_of_whole_tiles_have_a_kernel_for_d_query(q_len, kv_len, depth, options, apart):
     def choose(query, key, value):
         inputs, aux, given, _ = api._prepare(query, key, value, **options)
         chosen.append(HopperBackwardTiles.of(given.problem(inputs, aux)))
