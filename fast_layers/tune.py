@@ -32,6 +32,7 @@ from fast_layers.ops.attention import api, tuned
 from fast_layers.ops.attention.config import (
     HOPPER_SMEM_BYTES,
     HOPPER_SMS,
+    WIDEST_WINDOW_APART,
     HopperBackwardTiles,
     HopperDeepBackwardTiles,
     HopperForwardTiles,
@@ -227,7 +228,8 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
         made = (kind(wgs, keys, stages, *grid, **order) for wgs, keys, stages, grid, order in choices)
     elif kind is HopperBackwardTiles:
         grids = 0, HOPPER_SMS
-        choices = itertools.product((64, 128), (1, 2, 3), {False, mask != "window"}, {False, mask != "full"}, grids)
+        leaves = {False, mask != "window" or depth in WIDEST_WINDOW_APART}
+        choices = itertools.product((64, 128), (1, 2, 3), leaves, {False, mask != "full"}, grids)
         made = (
             kind(queries, stages, ragged_apart=ragged, blocks=blocks, d_query_apart=apart)
             for queries, stages, apart, ragged, blocks in choices
