@@ -202,6 +202,7 @@ DEEP_APART = {
     "deep causal, grouped heads": _square(256, heads=2, kv_heads=1, qk_dim=192, v_dim=64, is_causal=True),
     "deep causal, three tiles": _square(384, heads=1, kv_heads=1, qk_dim=192, v_dim=192, is_causal=True),
     "deep causal, clusters": _square(512, heads=1, kv_heads=1, qk_dim=192, v_dim=64, is_causal=True, lse_gradient=True),
+    "deep causal, half in registers": _square(256, heads=1, kv_heads=1, qk_dim=256, v_dim=256, is_causal=True),
     "deep full, grouped heads": Case(batch=1, q_len=256, kv_len=384, heads=2, kv_heads=1, qk_dim=192, v_dim=192),
 }
 
@@ -239,19 +240,27 @@ def test_groups_of_heads_leave_their_scores_in_one_array(name):
     assert judged.table.ok, judged.report()
 
 
-def test_a_hidden_key_that_is_broken_where_d_query_is_apart():
+# (depth, options, length, the queries that see the broken keys)
+BROKEN_APART = {
+    "window": (64, {"local_window_size": (30, 0)}, 384, slice(200, 251)),
+    "deep": (192, {}, 256, slice(200, 256)),
+}
+
+
+@pytest.mark.parametrize("name", some_each_run(BROKEN_APART, {"window"}))
+def test_a_hidden_key_that_is_broken_where_d_query_is_apart(name):
     """Those that do not see it get what they get without it, the others NaN."""
-    query, key, value, d_out = _draw(batch=1, length=384, heads=1)
+    depth, given, length, seeing = BROKEN_APART[name]
+    query, key, value, d_out = _draw(batch=1, length=length, heads=1, depth=depth)
     key = key.at[0, 200, 0, 3].set(jnp.nan).at[0, 220, 0, 3].set(jnp.inf)
-    inputs, aux, options, _ = api._prepare(query, key, value, is_causal=True, local_window_size=(30, 0))
+    inputs, aux, options, _ = api._prepare(query, key, value, is_causal=True, **given)
     problem = options.problem(inputs, aux)
     out, lse = reference.forward(problem, inputs, aux)
     whole = inputs._replace(key=finite_or_zero(key))
     want = reference.backward(problem, Residuals(whole, aux, out, lse), d_out, jnp.zeros_like(lse)).query
-    with patched(*_apart(HopperBackwardTiles(128))):
+    with patched(*_apart(HopperBackwardTiles(128) if depth == 64 else HopperDeepBackwardTiles())):
         backward = functools.partial(hopper_call.backward, problem)
         got = simulate(backward, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse)).check().query
-    seeing = slice(200, 251)
     assert np.isnan(np.asarray(got[0, seeing], np.float32)).any(-1).all()
     got, want = (np.delete(np.asarray(x, np.float32)[0], seeing, axis=0) for x in (got, want))
     np.testing.assert_allclose(got, want, rtol=2e-2, atol=1e-2)
@@ -310,10 +319,10 @@ def test_tiles_that_a_band_cuts_in_a_loop_of_their_own(name):
 
 
 @functools.cache
-def _draw(batch: int = 2, length: int = 100, heads: int = 2):
+def _draw(batch: int = 2, length: int = 100, heads: int = 2, depth: int = 64):
     """query, key, value, d_out."""
     rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(rng.normal(size=(batch, length, heads, 64)), jnp.float16) for _ in range(4))
+    return tuple(jnp.asarray(rng.normal(size=(batch, length, heads, depth)), jnp.float16) for _ in range(4))
 
 
 def _simulated(problem: Problem, inputs: Inputs, aux: Aux, d_out):
@@ -553,7 +562,7 @@ LEFT_FAULTS = {
     "dS's slot overwritten": (APART_CASE, StandIn("read wait_smem_to_gmem #1"), "write of SMEM"),
 }
 
-# Six steps of two slots in the main kernel.
+# Six steps of three slots in the main kernel.
 DEEP_LEFT_CASE = Case(batch=1, q_len=384, kv_len=128, heads=1, kv_heads=1, qk_dim=192, v_dim=64)
 DEEP_MENDED = _square(128, heads=1, kv_heads=1, qk_dim=192, v_dim=64, is_causal=True)
 # Four steps of three slots for dQ, of two heads' queries.
@@ -565,6 +574,7 @@ DEEP_LEFT_FAULTS = {
     "d_out not awaited": (DEEP_LEFT_CASE, StandIn("barrier_wait d_out_ready"), "read of SMEM"),
     "queries overwritten": (DEEP_LEFT_CASE, StandIn("barrier_wait q_consumed"), "write of SMEM"),
     "d_out overwritten": (DEEP_LEFT_CASE, StandIn("barrier_wait d_out_consumed"), "write of SMEM"),
+    "dV stored over values in use": (DEEP_LEFT_CASE, StandIn("barrier_wait products_done"), "of SMEM"),
     "P not awaited": (DEEP_LEFT_CASE, StandIn("barrier_wait weights_ready"), "SMEM"),
     # In the text: [finite keys,] P, the next P, dV; [finite values,] dS, the next dS, dK.
     "first P not committed": (DEEP_LEFT_CASE, StandIn("commit_smem #1"), "write of SMEM"),

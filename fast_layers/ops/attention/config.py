@@ -429,11 +429,18 @@ class HopperDeepBackwardTiles:
         p, band = problem, problem.mask.band
         causal = band is not None and band.low is None and band.high == 0 and p.q_len == p.kv_len
         whole = p.q_len % 128 == p.kv_len % 128 == 0 and p.qk_dim % 64 == p.v_dim % 64 == 0
-        # Two of P and of dS; dK and dV leave by slots of their own where they do not fit in V's and K's.
-        tiles = 3 * self.kv_tile * (p.qk_dim + p.v_dim) + 4 * self.q_tile * self.kv_tile
-        tiles += 0 if p.qk_dim == p.v_dim else self.kv_tile * (p.qk_dim + p.v_dim)
         takes = known_before_the_call(p) and p.softcap is None and (band is None or causal) and whole
-        return takes and 2 * tiles + (3 << 10) <= HOPPER_SMEM_BYTES and scores_group(p) > 0
+        return takes and self.ring_of(p.qk_dim, p.v_dim) > 0 and scores_group(p) > 0
+
+    @classmethod
+    def ring_of(cls, qk_dim: int, v_dim: int) -> int:
+        """How many slots fit for queries, output gradients, P and dS each, where dQ is apart; 0 if not two."""
+
+        def fits(ring: int) -> bool:
+            of_depth = 2 * (cls.kv_tile + ring * cls.q_tile) * (qk_dim + v_dim)
+            return of_depth + ring * 2 * 2 * cls.q_tile * cls.kv_tile + (3 << 10) <= HOPPER_SMEM_BYTES
+
+        return next((ring for ring in (3, 2) if fits(ring)), 0)
 
     @classmethod
     def of(cls, problem: Problem) -> HopperDeepBackwardTiles:

@@ -14,8 +14,8 @@ keeps dV, one dK, and one loads; P goes from one to the next through shared memo
                   waits d_out_consumed
 
 The scores and their gradients are a step ahead of the other products, and exponentials and dS are made while those run.
-Of P and dS there are two each; P of two steps before was taken, else these queries had no slot. dV leaves by K's slot
-and dK by V's, which nobody else reads.
+Queries, output gradients, P and dS have two or three slots each. The P that was in a slot before was taken, else these
+queries had no slot. dK and dV leave by K's and V's slots when both warpgroups' products are done.
 
 Another kernel makes dQ of dS, for a group of heads at a time (`hopper_bwd_scores.py`, `hopper_bwd_deep_query.py`).
 
@@ -37,7 +37,7 @@ from jaxtyping import Array, Float, Int
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder
-from fast_layers.ops.attention.config import HOPPER_SMS, sees_all
+from fast_layers.ops.attention.config import HOPPER_SMS, HopperDeepBackwardTiles, sees_all
 from fast_layers.ops.attention.hopper_bwd import BY_QUERY, Operands, make_finite
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
@@ -48,8 +48,7 @@ from fast_layers.ops.attention.tile_mask import WGMMA, TileMask
 VALUE_WG, KEY_WG, LOAD_WG = range(3)
 REGISTERS = {VALUE_WG: 240, KEY_WG: 240, LOAD_WG: 24}
 """Of each thread: together what three warpgroups are launched with, 168 each."""
-_SLOTS = 2
-_LSE, _DELTA = range(2), range(2, 4)
+_LSE, _DELTA = range(2)
 
 
 def leave(
@@ -66,7 +65,9 @@ def leave(
     order = TileOrder.of(left.pairs, p.kv_len // ROWS, 1, bytes_per_head, HOPPER_SMS)
     arrays, tree = jax.tree.flatten((operands, turn))
     hides = not sees_all(p)
-    shares_slots = qk_dim == v_dim
+    ring = HopperDeepBackwardTiles.ring_of(qk_dim, v_dim)
+    # Columns of K and V that stay in registers, which spares a ninth of what a step moves through shared memory.
+    held = 128 if qk_dim == v_dim == 256 else 0
 
     def attention_backward_deep(*refs, **scratch):
         inputs: Any
@@ -84,6 +85,8 @@ def leave(
 
         def store(gradient, slot, to, block):
             slot = slot.at[0]
+            plgpu.barrier_arrive(s.products_done)
+            plgpu.barrier_wait(s.products_done)
             slot[...] = gradient.astype(p.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(slot, to.at[block.example, pl.ds(block.k_start, ROWS), block.kv_head])
@@ -92,13 +95,13 @@ def leave(
         def values():
             plgpu.set_max_registers(REGISTERS[VALUE_WG], action="increase")
             block = find_block()
-            store(d_value_of(s, mask, block), s.k_slot if shares_slots else s.d_value_slot, d_value_ref, block)
+            store(d_value_of(s, mask, block), s.v_slot, d_value_ref, block)
 
         def keys():
             plgpu.set_max_registers(REGISTERS[KEY_WG], action="increase")
             block = find_block()
             d_key = d_key_of(s, d_scores_ref, block) * p.scale
-            store(d_key, s.v_slot if shares_slots else s.d_key_slot, d_key_ref, block)
+            store(d_key, s.k_slot, d_key_ref, block)
 
         def loads():
             plgpu.set_max_registers(REGISTERS[LOAD_WG], action="decrease")
@@ -117,11 +120,11 @@ def leave(
 
         def step(i, _):
             head, q_index = block.place(i)
-            slot, rows = lax.rem(i, _SLOTS), pl.ds(q_index * ROWS, ROWS)
+            slot, rows = lax.rem(i, ring), pl.ds(q_index * ROWS, ROWS)
             pl.when(i == 0)(load_keys)
 
             def load_rows(x, row, slots, rows_of, ready, consumed):
-                pl.when(i >= _SLOTS)(lambda: plgpu.barrier_wait(consumed.at[slot]))
+                pl.when(i >= ring)(lambda: plgpu.barrier_wait(consumed.at[slot]))
                 plgpu.copy_gmem_to_smem(x.at[block.example, rows, head], slots.at[slot], ready.at[slot])
                 plgpu.copy_gmem_to_smem(row.at[block.example, head, rows], row_slot(s, rows_of, i), ready.at[slot])
 
@@ -131,11 +134,11 @@ def leave(
 
         lax.fori_loop(0, block.steps, step, None)
 
-    def row_slot(s: _Scratch, which: range, step):
-        return s.row_slots.at[which.start + lax.rem(step, len(which))]
+    def row_slot(s: _Scratch, which: int, step):
+        return s.row_slots.at[which * ring + lax.rem(step, ring)]
 
     def free(consumed, step):
-        plgpu.barrier_arrive(consumed.at[lax.rem(step, _SLOTS)])
+        plgpu.barrier_arrive(consumed.at[lax.rem(step, ring)])
 
     def wait_for_keys(ready, tile):
         """And mends the tile where some are hidden: a weight of 0 times NaN is NaN."""
@@ -144,13 +147,23 @@ def leave(
             make_finite(tile)
             plgpu.commit_smem()
 
+    def held_columns(slot):
+        return plgpu.load(slot.at[0, :, :held], layout=WGMMA, optimized=False) if held else None
+
+    def add_transposed(acc, slot, in_registers, rows, step):
+        """The product of K or V with rows of queries or output gradients."""
+        plgpu.wgmma(acc, slot.at[opaque_zero(step), :, held:], rows.at[:, held:].T)
+        if in_registers is not None:
+            plgpu.wgmma(acc, in_registers, rows.at[:, :held].T)
+
     def d_value_of(s: _Scratch, mask: TileMask, block: _Block):
         """What the value warpgroup does."""
         wait_for_keys(s.k_ready, s.k_slot.at[0])
+        in_registers = held_columns(s.k_slot)
 
         def score_product(acc, step):
-            plgpu.barrier_wait(s.q_ready.at[lax.rem(step, _SLOTS)])
-            plgpu.wgmma(acc, s.k_slot.at[opaque_zero(step)], s.q_slots.at[lax.rem(step, _SLOTS)].T)
+            plgpu.barrier_wait(s.q_ready.at[lax.rem(step, ring)])
+            add_transposed(acc, s.k_slot, in_registers, s.q_slots.at[lax.rem(step, ring)], step)
 
         def weights_of(scores, step):
             head, q_index = block.place(step)
@@ -162,7 +175,7 @@ def leave(
             return jnp.exp2(scores * (p.scale * LOG2_E)).astype(p.dtype)
 
         def hand_over(weights, step):
-            slot = lax.rem(step, _SLOTS)
+            slot = lax.rem(step, ring)
             s.weights[slot] = weights
             plgpu.commit_smem()
             plgpu.barrier_arrive(s.weights_ready.at[slot])
@@ -173,7 +186,7 @@ def leave(
                 return weights_of(plgpu.wgmma_accumulator_load(acc, wait_n=0), jnp.int32(0))
 
             def add_product(i):
-                slot = lax.rem(i, _SLOTS)
+                slot = lax.rem(i, ring)
                 plgpu.barrier_wait(s.d_out_ready.at[slot])
                 plgpu.wgmma(d_value, s.weights.at[slot], s.d_out_slots.at[slot])
 
@@ -199,20 +212,21 @@ def leave(
     def d_key_of(s: _Scratch, d_scores_ref, block: _Block):
         """What the key warpgroup does."""
         wait_for_keys(s.v_ready, s.v_slot.at[0])
+        in_registers = held_columns(s.v_slot)
 
         def d_weight_product(acc, step):
-            slot = lax.rem(step, _SLOTS)
+            slot = lax.rem(step, ring)
             plgpu.barrier_wait(s.d_out_ready.at[slot])
             acc[...] = by_query(plgpu.load(row_slot(s, _DELTA, step), layout=BY_QUERY))
-            plgpu.wgmma(acc, s.v_slot.at[opaque_zero(step)], s.d_out_slots.at[slot].T)
+            add_transposed(acc, s.v_slot, in_registers, s.d_out_slots.at[slot], step)
 
         def send(d_weights, step):
-            slot = lax.rem(step, _SLOTS)
+            slot = lax.rem(step, ring)
             free(s.d_out_consumed, step)
             plgpu.barrier_wait(s.weights_ready.at[slot])
             weights = plgpu.load(s.weights.at[slot], layout=WGMMA)
             d_scores = (weights.astype(jnp.float32) * d_weights).astype(p.dtype)
-            plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(ring - 1, wait_read_only=True)
             s.d_scores[slot] = d_scores
             plgpu.commit_smem()
             head, q_index = block.place(step)
@@ -226,13 +240,13 @@ def leave(
                 return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
             def add_product(i):
-                plgpu.wgmma(d_key, s.d_scores.at[lax.rem(i, _SLOTS)], s.q_slots.at[lax.rem(i, _SLOTS)])
+                plgpu.wgmma(d_key, s.d_scores.at[lax.rem(i, ring)], s.q_slots.at[lax.rem(i, ring)])
 
             def step(i, _):
                 def next_d_weights(acc):
                     add_product(i)
                     d_weight_product(acc, i + 1)
-                    plgpu.wgmma_wait(1)
+                    plgpu.wgmma_wait(2 if held else 1)
                     free(s.q_consumed, i)
                     return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
@@ -255,15 +269,15 @@ def leave(
         return lax.broadcast_in_dim(x, (ROWS, ROWS), [1])
 
     score_accumulator = plgpu.WGMMAAccumulatorRef((ROWS, ROWS), jnp.float32)
-    slots: Any = {"num_barriers": _SLOTS}
+    slots: Any = {"num_barriers": ring}
     scratch = {
         "k_slot": smem_tile(1, ROWS, qk_dim, dtype=p.dtype),
         "v_slot": smem_tile(1, ROWS, v_dim, dtype=p.dtype),
-        "q_slots": smem_tile(_SLOTS, ROWS, qk_dim, dtype=p.dtype),
-        "d_out_slots": smem_tile(_SLOTS, ROWS, v_dim, dtype=p.dtype),
-        "weights": smem_tile(_SLOTS, ROWS, ROWS, dtype=p.dtype),
-        "d_scores": smem_tile(_SLOTS, ROWS, ROWS, dtype=p.dtype),
-        "row_slots": plgpu.SMEM((_DELTA.stop, ROWS), jnp.float32),
+        "q_slots": smem_tile(ring, ROWS, qk_dim, dtype=p.dtype),
+        "d_out_slots": smem_tile(ring, ROWS, v_dim, dtype=p.dtype),
+        "weights": smem_tile(ring, ROWS, ROWS, dtype=p.dtype),
+        "d_scores": smem_tile(ring, ROWS, ROWS, dtype=p.dtype),
+        "row_slots": plgpu.SMEM((2 * ring, ROWS), jnp.float32),
         "k_ready": plgpu.Barrier(),
         "v_ready": plgpu.Barrier(),
         "q_ready": plgpu.Barrier(num_arrivals=2, **slots),
@@ -271,10 +285,8 @@ def leave(
         "q_consumed": plgpu.Barrier(**slots),
         "d_out_consumed": plgpu.Barrier(num_arrivals=2, **slots),
         "weights_ready": plgpu.Barrier(**slots),
+        "products_done": plgpu.Barrier(num_arrivals=2),
     }
-    if not shares_slots:
-        scratch["d_key_slot"] = smem_tile(1, ROWS, qk_dim, dtype=p.dtype)
-        scratch["d_value_slot"] = smem_tile(1, ROWS, v_dim, dtype=p.dtype)
     return plgpu.kernel(
         attention_backward_deep,
         out_type=jax.ShapeDtypeStruct(left.shape, p.dtype),
@@ -342,5 +354,4 @@ class _Scratch(NamedTuple):
     q_consumed: Any
     d_out_consumed: Any
     weights_ready: Any
-    d_key_slot: Any = None
-    d_value_slot: Any = None
+    products_done: Any
