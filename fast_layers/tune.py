@@ -224,6 +224,7 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
         orders += (
             [{**o, "cluster": 2} for o in orders] if mask == "full" else [{"takes_turns": False, "own_spans": True}]
         )
+        orders += [{**o, "last_keys_first": True} for o in orders] if mask == "causal" else []
         choices = itertools.product(warpgroups, (64, 128), (2, 3, 4), grids, orders)
         made = (kind(wgs, keys, stages, *grid, **order) for wgs, keys, stages, grid, order in choices)
     elif kind is HopperBackwardTiles:

@@ -64,6 +64,22 @@ def deal(durations: Iterable[float], blocks: int) -> np.ndarray:
     return schedule
 
 
+def deal_in_turns(groups: int, pieces: int, blocks: int) -> np.ndarray:
+    """As `deal`, where all groups have so many `pieces` of falling size: forwards and backwards alternately.
+
+    Each group begins with the block after the last one's end.
+    """
+    within = np.arange(pieces)
+    turn, place = within // blocks, within % blocks
+    place = np.where(turn % 2 == 0, place, blocks - 1 - place)
+    block = np.concatenate([(place + group * pieces) % blocks for group in range(groups)])
+    taken = [np.flatnonzero(block == b) for b in range(blocks)]
+    schedule = np.zeros((blocks, max(map(len, taken)) + 2), np.int32)
+    for row, mine in zip(schedule, taken, strict=True):
+        row[: len(mine) + 1] = len(mine), *mine
+    return schedule
+
+
 def snake(turn: Any, block: Any, blocks: int) -> Any:
     """The index that `block` takes in its `turn`-th turn: forwards and backwards alternately.
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from fast_layers.kernel_parts.tile_order import L2_BUDGET_BYTES, TileOrder, deal, snake, turns
+from fast_layers.kernel_parts.tile_order import L2_BUDGET_BYTES, TileOrder, deal, deal_in_turns, snake, turns
 
 
 @st.composite
@@ -84,6 +84,19 @@ def test_a_deal_gives_each_piece_once_to_who_is_free_first(durations, blocks):
     assert schedule.shape[1] == max(map(len, shares)) + 2  # a block reads one ahead
     longest = max(sum(durations[piece] for piece in share) for share in shares)
     assert longest <= sum(durations) / blocks + max(durations) + 1e-6
+
+
+@hypothesis.given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 12))
+def test_turns_of_groups_take_each_piece_once_and_evenly(groups, pieces, blocks):
+    schedule = deal_in_turns(groups, pieces, blocks)
+    shares = [row[1 : row[0] + 1] for row in schedule]
+    assert sorted(np.concatenate(shares)) == list(range(groups * pieces))
+    assert all((np.diff(share) > 0).all() for share in shares)
+    assert not any(row[row[0] + 1 :].any() for row in schedule)
+    assert schedule.shape[1] == max(map(len, shares)) + 2
+    sizes = pieces - np.arange(groups * pieces) % pieces
+    busy = [sizes[share].sum() for share in shares]
+    assert max(busy) - min(busy) <= groups * pieces
 
 
 def test_a_snake_evens_out_pieces_of_falling_size():

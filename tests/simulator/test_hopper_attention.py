@@ -127,6 +127,10 @@ def test_float16(name):
 PERSISTENT = {
     "full, one slot for queries": (Case(batch=1, q_len=256, kv_len=400, heads=2, kv_heads=2), {"q_slots": 1}),
     "causal": (_square(384, heads=2, kv_heads=2, is_causal=True), {"q_slots": 2}),
+    "causal, the last keys first": (
+        _square(460, heads=2, kv_heads=2, is_causal=True),
+        {"kv_tile": 128, "q_slots": 2, "last_keys_first": True},
+    ),
     "causal, no turns": (_square(384, heads=2, kv_heads=2, is_causal=True), {"takes_turns": False}),
     "documents, padding of NaN": (
         _square(384, batch=2, heads=1, kv_heads=1, documents=(200, 100), poisoned_padding=True),
@@ -136,13 +140,13 @@ PERSISTENT = {
 }
 
 
-PERSISTENT_EACH_RUN = {"full, one slot for queries", "causal", "documents, padding of NaN"}
+PERSISTENT_EACH_RUN = {"full, one slot for queries", "causal, the last keys first", "documents, padding of NaN"}
 
 
 @pytest.mark.parametrize("name", some_each_run(PERSISTENT, PERSISTENT_EACH_RUN))
 def test_blocks_that_take_several_tiles(name):
     case, options = PERSISTENT[name]
-    tiles = HopperForwardTiles(2, 64, blocks=2, **options)
+    tiles = HopperForwardTiles(**{"compute_wgs": 2, "kv_tile": 64, "blocks": 2} | options)
     with patched(forward_tiles(tiles)):
         judged = judge(case, supports=only("forward"))
     assert not judged.faulty, judged.report()
@@ -282,6 +286,14 @@ SPANS = {
         dataclasses.replace(OWN_SPANS, compute_wgs=3, stages=3),
     ),
     "two depths": (_square(260, heads=1, kv_heads=1, qk_dim=192, v_dim=128, is_causal=True), OWN_SPANS),
+    "two depths, the last keys first": (
+        _square(260, heads=1, kv_heads=1, qk_dim=192, v_dim=128, is_causal=True),
+        dataclasses.replace(OWN_SPANS, last_keys_first=True),
+    ),
+    "three warpgroups, the last keys first": (
+        _square(460, heads=2, kv_heads=1, is_causal=True),
+        dataclasses.replace(OWN_SPANS, compute_wgs=3, kv_tile=128, stages=3, q_slots=2, last_keys_first=True),
+    ),
 }
 
 

@@ -111,6 +111,13 @@ def known_before_the_call(problem: Problem) -> bool:
     return not (p.mask.interval_arrays or p.mask.segments or p.per_score)
 
 
+def dealt_in_the_call(problem: Problem) -> bool:
+    """Whether arrays say which scores are hidden, and leave some tiles of queries far more keys than others."""
+    mask = problem.mask
+    told = (mask.interval_arrays or mask.segments) and not problem.per_score
+    return told and not (mask.lengths_only and mask.band is None)
+
+
 def sees_all(problem: Problem) -> bool:
     """Whether each query sees all keys, with nothing given for each score."""
     return problem.mask.band is None and known_before_the_call(problem)
@@ -175,7 +182,8 @@ class HopperForwardTiles:
     `q_slots` tiles of queries; `blocks` of a persistent grid, 0 for one block per tile of queries; `takes_turns`
     orders the warpgroups' products; `splits` parts of the keys that a tile of queries sees, a block for each;
     with `own_spans` a warpgroup passes over those tiles of keys within its block's that none of its own rows sees, of a
-    mask that is known before the call; `cluster` blocks load keys and values together, where all queries see the same.
+    mask that is known before the call; `cluster` blocks load keys and values together, where all queries see the same;
+    with `last_keys_first` tiles of keys come from the last on, and no other needs a mask, where `one_ragged_tile`.
     """
 
     compute_wgs: int
@@ -187,6 +195,7 @@ class HopperForwardTiles:
     splits: int = 1
     own_spans: bool = False
     cluster: int = 1
+    last_keys_first: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
@@ -212,11 +221,17 @@ class HopperForwardTiles:
     def compute_registers(self) -> int:
         """Per thread. What a block is launched with is dealt out anew, in steps of 8; a block that asks for more waits
         for ever."""
-        return {1: 240, 2: 224, 3: 160}[self.compute_wgs]
+        return {1: 240, 2: 216 if self._leaves_registers else 224, 3: 160}[self.compute_wgs]
 
     @property
     def load_registers(self) -> int:
-        return {1: 208, 2: 56, 3: 32}[self.compute_wgs]
+        return {1: 208, 2: 72 if self._leaves_registers else 56, 3: 32}[self.compute_wgs]
+
+    @property
+    def _leaves_registers(self) -> bool:
+        """To the load warpgroup, whose second pass would else spill some: as chosen for keys deeper than 128 and values
+        up to 128."""
+        return self.compute_wgs == 2 and self.own_spans and self.last_keys_first and self.blocks > 0
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, and of a float32 one where keys are split; the last 2.5 KiB for barriers and row vectors."""
@@ -254,6 +269,14 @@ class HopperForwardTiles:
             return tiles
         return split if split.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES else cls._of_few_rows(p)
 
+    def one_ragged_tile(self, p: Problem) -> bool:
+        """Whether, of the tiles of keys that rows see together, the last alone has hidden scores: under a causal mask
+        where tiles of queries and of keys end together."""
+        band, rows = p.mask.band, 64 if self.own_spans else self.q_tile
+        if self.splits > 1 or not known_before_the_call(p) or band is None or band.low is not None:
+            return False
+        return band.high is not None and band.high >= 0 and band.high % rows == 0 and self.kv_tile % rows == 0
+
     def for_mask(self, p: Problem) -> HopperForwardTiles:
         """Without what this call's mask or its number of queries has no use for."""
         arrays = p.mask.interval_arrays or p.mask.segments
@@ -263,6 +286,7 @@ class HopperForwardTiles:
         return dataclasses.replace(
             self,
             own_spans=self.own_spans and known,
+            last_keys_first=self.last_keys_first and self.one_ragged_tile(p),
             cluster=1 if alone else self.cluster,
             takes_turns=self.takes_turns or alone,
         )
@@ -287,31 +311,38 @@ class HopperForwardTiles:
         causal = p.mask.band is not None and p.mask.band.high is not None
         longest = max(p.q_len, p.kv_len)
         # Measured on H200s, 2026-11-22 and 23: bench/NOTES.md. A persistent grid hides a block's start, which short
-        # rows feel. Tiles of unequal length are dealt out evenly where the mask is known before the call; else the
-        # hardware's own scheduler balances them better.
-        deals = causal and known_before_the_call(p)
+        # rows feel. Tiles of unequal length are dealt out evenly, when tracing or, of a mask of arrays, in the call.
+        in_the_call, known = dealt_in_the_call(p), causal and known_before_the_call(p)
+        deals = known or in_the_call
         windowed = p.mask.band is not None and p.mask.band.low is not None
         persistent = deals or (not causal and p.kv_len <= 4096)
         blocks = HOPPER_SMS if persistent else 0
         if deepest <= 64:
-            if deals and (longest <= 512 or (windowed and longest > 1024 and _keys_seen(p, 128) <= 1152)):
-                return cls(3, 128, stages=3, q_slots=2, blocks=HOPPER_SMS, takes_turns=False, own_spans=True)
+            own = cls(3, 128, 3, 2, HOPPER_SMS, takes_turns=False, own_spans=True, last_keys_first=True)
+            gains = own.one_ragged_tile(p) or (windowed and _keys_seen(p, 128) <= 1152)
+            if known and (longest <= 512 or (longest > 1024 and gains)):
+                return own
             if causal and longest <= 1024:
-                return cls(2, 128, stages=3, q_slots=2, blocks=HOPPER_SMS, takes_turns=longest > 512)
-            if p.mask.interval_arrays or p.per_score:
-                return cls(2, 128, stages=3)  # the mask's registers do not fit in three warpgroups' share
+                return cls(2, 128, 3, 2, HOPPER_SMS, takes_turns=longest > 512, last_keys_first=True)
+            if p.mask.interval_arrays or p.per_score:  # the mask's registers do not fit in three warpgroups' share
+                return cls(2, 128, stages=3, q_slots=2 if in_the_call else 1, blocks=HOPPER_SMS if in_the_call else 0)
             return cls(3, 128, stages=3, q_slots=2 if persistent else 1, blocks=blocks)
         if deepest <= 128:
             if p.dropout_rate:
                 return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row
             if sees_all(p):
                 return cls(2, 128, q_slots=2, blocks=HOPPER_SMS, takes_turns=False, cluster=2)
-            return cls(2, 128, q_slots=2 if persistent else 1, blocks=blocks)
+            tiles = cls(2, 128, q_slots=2 if persistent else 1, blocks=blocks, last_keys_first=longest > 1024)
+            takes_turns = not (in_the_call or (tiles.last_keys_first and tiles.one_ragged_tile(p)))
+            return dataclasses.replace(tiles, takes_turns=takes_turns)
         blocks = HOPPER_SMS if deals else 0
         tiles = cls(2, 128, takes_turns=False, blocks=blocks)
         if p.v_dim <= 128 and tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES:
             return tiles
-        return dataclasses.replace(tiles, kv_tile=64, own_spans=deals)
+        tiles = dataclasses.replace(tiles, kv_tile=64, own_spans=known)
+        gains = longest > 1024 and not 128 < p.v_dim <= 192 and tiles.one_ragged_tile(p)
+        # Blocks that are not persistent gain by it, at depth 256 alone: 10 %.
+        return dataclasses.replace(tiles, last_keys_first=gains, blocks=0 if gains and p.v_dim > 192 else blocks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,11 +16,11 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.kernel_parts.over_batch import over_batch
-from fast_layers.kernel_parts.tile_order import TileOrder, deal, snake, turns
+from fast_layers.kernel_parts.tile_order import TileOrder, deal, deal_in_turns, snake, turns
 from fast_layers.ops.attention import packed_heads, split_kv
 from fast_layers.ops.attention.config import packs_heads
 from fast_layers.ops.attention.kernel_operands import (
@@ -120,6 +120,10 @@ class Work:
     v_dim: int
     cluster: int = 1
     """Neighbouring blocks that take neighbouring tiles of queries, on the axis "rank"."""
+    least_rounds: int = 0
+    """So many pieces at least has each block of each group of heads."""
+    backwards: bool = False
+    """Whether a piece's tiles of keys are taken from the last on."""
 
     @property
     def q_tiles(self) -> int:
@@ -147,7 +151,8 @@ class Work:
         p = self.problem
         bytes_per_head = p.kv_len * (self.qk_dim + self.v_dim) * p.dtype.itemsize
         tiles = self.q_tiles // self.cluster * self.tiles.splits
-        return TileOrder.of(p.batch * p.heads, tiles, p.group, bytes_per_head)
+        pieces = self.least_rounds * self.tiles.blocks
+        return TileOrder.of(p.batch * p.heads, tiles, p.group, bytes_per_head, pieces)
 
     @property
     def blocks(self) -> int:
@@ -184,6 +189,31 @@ class Work:
     def schedule(self) -> np.ndarray:
         """For the blocks of a persistent grid, as `deal` gives it."""
         return deal(self.key_tiles() + _PIECE_COST, self.blocks)
+
+    def schedule_by(self, mask: RowMask) -> Int[Array, "blocks turns"]:
+        """As `schedule`, for a mask that is not known before the call.
+
+        Of a group of heads, each takes its tiles of queries from that with the most keys on; blocks take them in turns,
+        forwards and backwards.
+        """
+        p, order = self.problem, self.order
+        dealt = deal_in_turns(order.heads // order.group, order.group * order.tiles, self.blocks)
+        within = dealt % (order.group * order.tiles)
+        rank, example = within // order.group, (dealt - within) // order.tiles + within % order.group
+        example = example // p.heads
+        keys, size = p.kv_len, self.tiles.kv_tile
+        first, last = mask.tiles[..., 0], mask.tiles[..., 1]
+        tiles = -(-last // size) - jnp.minimum(first, keys - 1) // size
+        if p.mask.band is not None and p.mask.band.high is not None:
+            tiles = tiles[:, ::-1]  # as in `piece`
+        # Sums over comparisons: sorting would take XLA longer than all else here.
+        index = jnp.arange(order.tiles, dtype=jnp.int32)
+        falling = tiles * order.tiles - index
+        ranks = (falling[:, None, :] > falling[:, :, None]).sum(-1, dtype=jnp.int32)
+        ranks = ranks[0] if ranks.shape[0] == 1 else ranks[example]
+        found = jnp.where(ranks == rank[..., None], index, 0).sum(-1)
+        is_piece = np.arange(dealt.shape[1]) > 0
+        return jnp.where(is_piece, dealt + order.group * (found - rank), dealt)
 
     def key_tiles(self) -> np.ndarray:
         """Of each piece, or of each block's; all the same where the mask is not known before the call."""
@@ -286,7 +316,7 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
             plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[slot], s.q_ready.at[slot])
 
     def place_kv(j):
-        step = steps + j - span.first
+        step = steps + (span.last - 1 - j if work.backwards else j - span.first)
         keys = pl.ds(j * tiles.kv_tile, tiles.kv_tile)
         return step, lax.rem(step, tiles.stages), *(x.at[example, keys, kv_head] for x in (inputs.key, inputs.value))
 
@@ -335,12 +365,15 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
         plgpu.barrier_arrive(s.k_ready.at[slot])
         plgpu.barrier_arrive(s.v_ready.at[slot])
 
+    def tile_at(i):
+        return span.last - 1 - (i - span.first) if work.backwards else i
+
     if again:
         load_q()
-        lax.fori_loop(span.first, span.last, load_and_mend_kv, None)
+        lax.fori_loop(span.first, span.last, lambda i, _: load_and_mend_kv(tile_at(i), None), None)
     else:
-        load_kv(span.first, first=True)
-        lax.fori_loop(span.first + 1, span.last, lambda j, _: load_kv(j), None)
+        load_kv(tile_at(span.first), first=True)
+        lax.fori_loop(span.first + 1, span.last, lambda i, _: load_kv(tile_at(i)), None)
 
 
 def join_sink(state: OnlineSoftmax, sinks: Any, piece: Piece, rows: Any, layout: Any) -> tuple[OnlineSoftmax, Any]:

@@ -16,6 +16,8 @@ compute warpgroups take turns at issuing, so that one multiplies while another e
 take none, and each passes over the tiles of keys that only others' rows see. The blocks of a cluster take neighbouring
 tiles of queries, and load one half of each tile of keys and values, for both.
 
+With `last_keys_first` j counts from the last tile of keys that a block sees: only that one has hidden scores.
+
 Where keys may be hidden, all roles end with a verdict (`judged`): if results are NaN, a hidden value may be, and they
 do the block's pieces again, with such values mended.
 
@@ -38,7 +40,7 @@ from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.ops.attention import forward_parts, tuned
-from fast_layers.ops.attention.config import HopperForwardTiles, sees_all
+from fast_layers.ops.attention.config import HopperForwardTiles, dealt_in_the_call, sees_all
 from fast_layers.ops.attention.forward_parts import Operands, Piece, Work, join_sink, load, see_nothing
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
@@ -46,6 +48,8 @@ from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, TileMask, by_row
 
 BY_ROW = WGMMA.reduce(1)
+_LEAST_ROUNDS = 6
+"""Of pieces for all blocks, in a group of heads whose mask is told by arrays: fewer do not come out even."""
 
 
 def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles | None = None):
@@ -63,10 +67,12 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
     """(out [B, T, N, V], lse [B, N, T]), where the kernel's rows are `group` heads of each query."""
     qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
     wgs, ring, kv_tile = tiles.compute_wgs, tiles.stages, tiles.kv_tile
-    work = Work(p, tiles, ROWS, qk_dim, v_dim, tiles.cluster)
+    rounds = _LEAST_ROUNDS if dealt_in_the_call(p) and not p.mask.lengths_only else 0
+    backwards = tiles.last_keys_first
+    work = Work(p, tiles, ROWS, qk_dim, v_dim, tiles.cluster, rounds, backwards)
     lookers = wgs if tiles.own_spans else 1  # who between them visit all tiles of keys that a block loads
     # Measured: with a mask, or at depths over 128, ptxas makes less of the rest; see bench/NOTES.md.
-    sums_in_lanes = sees_all(p) and max(qk_dim, v_dim) <= 128
+    sums_in_lanes = max(qk_dim, v_dim) <= (64 if backwards else 128 if sees_all(p) else 0)
     tree = jax.tree.structure(operands)
 
     def attention_forward(*refs, **scratch):
@@ -172,14 +178,23 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             query[...] = plgpu.load(s.loose_query, layout=WGMMA, optimized=False)
             plgpu.commit_smem()
 
-        def slot_of(j):
-            return lax.rem(steps + j - block_span.first, ring)
+        # The block's tiles of keys are numbered as they are loaded; this warpgroup takes those in [begin, end).
+        if backwards:
+            begin, end = block_span.last - span.last, block_span.last - span.first
+        else:
+            begin, end = span.first - block_span.first, span.last - block_span.first
+
+        def slot_of(i):
+            return lax.rem(steps + i, ring)
+
+        def tile_at(i):
+            return block_span.last - 1 - i if backwards else block_span.first + i
 
         def pass_over(first, last):
-            def free(j, _):
+            def free(i, _):
                 for ready, consumed in ((s.k_ready, s.k_consumed), (s.v_ready, s.v_consumed)):
-                    plgpu.barrier_wait(ready.at[slot_of(j)])
-                    plgpu.barrier_arrive(consumed.at[slot_of(j)])
+                    plgpu.barrier_wait(ready.at[slot_of(i)])
+                    plgpu.barrier_arrive(consumed.at[slot_of(i)])
 
             if own_mask is not None:
                 lax.fori_loop(first, last, free, None)
@@ -192,7 +207,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             if tiles.takes_turns:
                 plgpu.barrier_arrive(s.turn.at[lax.rem(warpgroup + 1, wgs)])
 
-        def softmax_step(state: OnlineSoftmax | LaneSoftmax, scores, j):
+        def softmax_step(state: OnlineSoftmax | LaneSoftmax, scores, i, first=False):
+            j = tile_at(i)
             to_log2 = p.scale * LOG2_E
             if p.softcap is not None:
                 scores, to_log2 = tanh(scores * (p.scale / p.softcap)), p.softcap * LOG2_E
@@ -200,7 +216,9 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             if p.bias is not None:
                 scores = scores * (to_log2 / LOG2_E) + logits.bias(shape=scores.shape, **at)
                 to_log2 = LOG2_E
-            if mask.hides:
+            if backwards:
+                scores = mask.hide(scores, rows=rows, **at) if first else scores
+            elif mask.hides:
                 # One branch, not two loops: between loops ptxas moves the registers that a wgmma in flight still reads.
                 scores = lax.cond(span.ragged(j), lambda x: mask.hide(x, rows=rows, **at), lambda x: x, scores)
             state, weights, rescale = state.step(scores, to_log2)
@@ -209,7 +227,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             return state, weights.astype(p.dtype), rescale
 
         def over_keys(out):
-            slot = slot_of(span.first)
+            slot = slot_of(begin)
             plgpu.barrier_wait(s.k_ready.at[slot])
             wait_turn()
 
@@ -221,11 +239,11 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             scores = pl.run_scoped(first_scores, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
             plgpu.barrier_arrive(s.k_consumed.at[slot])
             start = LaneSoftmax.start(ROWS) if sums_in_lanes else OnlineSoftmax.start(ROWS, BY_ROW)
-            state, weights, _ = softmax_step(start, scores, span.first)
+            state, weights, _ = softmax_step(start, scores, begin, first=True)
 
-            def step(j, carry):
+            def step(i, carry):
                 state, weights = carry
-                k_slot, v_slot = slot_of(j), slot_of(j - 1)
+                k_slot, v_slot = slot_of(i), slot_of(i - 1)
                 plgpu.barrier_wait(s.k_ready.at[k_slot])
                 plgpu.barrier_wait(s.v_ready.at[v_slot])
                 wait_turn()
@@ -239,14 +257,14 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
 
                 scores = pl.run_scoped(both_products, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
                 plgpu.barrier_arrive(s.k_consumed.at[k_slot])
-                state, next_weights, rescale = softmax_step(state, scores, j)
+                state, next_weights, rescale = softmax_step(state, scores, i)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(s.v_consumed.at[v_slot])
                 out[...] = plgpu.wgmma_accumulator_load(out, wait_n=None) * by_row(rescale, v_dim)
                 return state, next_weights
 
-            state, weights = lax.fori_loop(span.first + 1, span.last, step, (state, weights))
-            slot = slot_of(span.last - 1)
+            state, weights = lax.fori_loop(begin + 1, end, step, (state, weights))
+            slot = slot_of(end - 1)
             plgpu.barrier_wait(s.v_ready.at[slot])
             wait_turn()
             plgpu.wgmma(out, weights, s.v_slots.at[slot])
@@ -255,7 +273,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             plgpu.barrier_arrive(s.v_consumed.at[slot])
             return state.whole() if isinstance(state, LaneSoftmax) else state, summed
 
-        pass_over(block_span.first, span.first)
+        pass_over(0, begin)
         state, out = pl.run_scoped(over_keys, plgpu.WGMMAAccumulatorRef((ROWS, v_dim), jnp.float32))
         if inputs.sinks is not None:
             state, rescale = join_sink(state, inputs.sinks, piece, pl.ds(q_start, ROWS), BY_ROW)
@@ -280,7 +298,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 broken_rows = s.row_slots.at[wgs + warpgroup]
                 broken_rows[...] = plgpu.load(broken_rows, layout=BY_ROW) + (out * 0.0).sum(axis=1)
 
-        pass_over(span.last, block_span.last)
+        pass_over(end, block_span.tiles)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(s.q_consumed.at[q_slot])
 
@@ -314,7 +332,11 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "judged": plgpu.Barrier(num_arrivals=wgs),
         "turn": plgpu.Barrier(num_barriers=wgs),
     }
-    schedule = [jnp.asarray(work.schedule())] if work.is_persistent else []
+    schedule = []
+    if work.is_persistent and operands.mask is not None and dealt_in_the_call(p):
+        schedule = [work.schedule_by(operands.mask)]
+    elif work.is_persistent:
+        schedule = [jnp.asarray(work.schedule())]
     out, lse = plgpu.kernel(
         attention_forward,
         out_type=work.out_type,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import types
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fast_layers.kernel_parts import tile_order
+from fast_layers.kernel_parts.tile_order import deal_in_turns
+from fast_layers.ops.attention import api
 from fast_layers.ops.attention.config import HOPPER_SMS, HopperForwardTiles
 from fast_layers.ops.attention.forward_parts import Work
+from fast_layers.ops.attention.kernel_operands import RowMask
 from fast_layers.ops.attention.masks import Band
 from fast_layers.ops.attention.problem import MaskFacts, Problem
 from fast_layers.ops.attention.tile_mask import TileMask
@@ -43,6 +48,63 @@ def test_it_knows_how_many_tiles_of_keys_each_piece_has(name, group, monkeypatch
     assert sorted(np.concatenate(shares)) == list(range(len(spans)))
     busy = [work.key_tiles()[share].sum() for share in shares]
     assert max(busy) - min(busy) <= work.key_tiles().max() + 1
+
+
+ROW_MASKS = {
+    "documents": {"segment_ids": np.repeat([0, 1, 2], (150, 400, 218))},
+    "documents, causal": {"segment_ids": np.repeat([0, 1, 2], (150, 400, 218)), "is_causal": True},
+    "lengths": {"key_value_seq_lengths": np.array([700, 100])},
+    "queries without keys": {"query_seq_lengths": np.array([100, 768]), "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("name", ROW_MASKS)
+@pytest.mark.parametrize("group", [6, 2], ids=["heads together", "heads in groups"])
+def test_a_mask_of_arrays_is_dealt_from_most_keys_on(name, group, monkeypatch):
+    monkeypatch.setattr(tile_order, "L2_BUDGET_BYTES", group * 768 * (128 + 128) * 2)
+    query = jnp.zeros((2, 768, 3, 128), jnp.bfloat16)
+    inputs, aux, options, _ = api._prepare(query, query, query, **ROW_MASKS[name])
+    problem = options.problem(inputs, aux)
+    tiles = HopperForwardTiles(2, 64, q_slots=2, blocks=4)
+    row_mask = RowMask.of(problem, aux.mask, tiles.q_tile, tiles.kv_tile)
+    assert row_mask is not None
+    in_memory = types.SimpleNamespace(tiles=types.SimpleNamespace(at=row_mask.tiles, shape=row_mask.tiles.shape))
+    work, mask = Work(problem, tiles, 64, 128, 128), TileMask(problem, tiles.q_tile, tiles.kv_tile, in_memory)
+    pieces = [work.piece(mask, jnp.int32(i)) for i in range(36)]
+    key_tiles, example = (np.array(x) for x in ([p.span.tiles for p in pieces], [p.example for p in pieces]))
+    assert (work.order.total, work.order.group) == (len(key_tiles), group)
+    schedule = np.asarray(work.schedule_by(row_mask))
+    shares = [row[1 : row[0] + 1] for row in schedule]
+    assert sorted(np.concatenate(shares)) == list(range(len(key_tiles)))
+    np.testing.assert_array_equal(schedule[:, 0], deal_in_turns(6 // group, 6 * group, 4)[:, 0])
+    for share in shares:
+        for of in {(piece // (6 * group), example[piece]) for piece in share}:
+            own = [piece for piece in share if (piece // (6 * group), example[piece]) == of]
+            assert (np.diff(key_tiles[own]) <= 0).all()
+
+
+@pytest.mark.parametrize("kv_len", [768, 900])
+@pytest.mark.parametrize(
+    ("tiles", "bands"),
+    [
+        (HopperForwardTiles(2, 128), {"causal", "causal, bottom right"}),
+        (HopperForwardTiles(2, 64), set()),
+        (HopperForwardTiles(2, 64, takes_turns=False, own_spans=True), {"causal", "causal, bottom right"}),
+        (HopperForwardTiles(3, 128, takes_turns=False, own_spans=True), {"causal", "causal, bottom right"}),
+        (HopperForwardTiles(3, 128), set()),
+    ],
+    ids=str,
+)
+def test_only_the_last_tile_is_ragged_where_it_is_said(tiles, bands, kv_len):
+    """Else scores stay that are hidden."""
+    for name, band in (BANDS | {"causal, bottom right": Band(None, 256)}).items():
+        problem = _problem(1, 2, 700, kv_len, band)
+        assert tiles.one_ragged_tile(problem) == (name in bands), name
+        rows = 64 if tiles.own_spans else tiles.q_tile
+        mask = TileMask(problem, rows, tiles.kv_tile, None)
+        spans = [mask.key_span(0, i) for i in range(-(-700 // rows))]
+        first = all(not any(span.ragged(j) for j in range(int(span.first), int(span.last) - 1)) for span in spans)
+        assert first or name not in bands, name
 
 
 @pytest.mark.parametrize(("batch", "blocks"), [(32, HOPPER_SMS), (1 << 14, 0)])
