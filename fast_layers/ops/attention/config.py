@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 from fast_layers.arch import Arch
 from fast_layers.kernel_parts.dropout import KEYS_PER_BLOCK
@@ -65,14 +66,17 @@ MOST_DEALT_PIECES = 1 << 18
 """Of a persistent grid: tracing a call deals them out in Python, and their list becomes a constant of the program."""
 _MOST_SHALLOW_TILES = 64
 """Of keys, for a persistent grid of the backward at depths up to 64 without a mask."""
-LONGEST_D_QUERY_APART = {64: 512, 128: 1024}
+LONGEST_D_QUERY_APART = {64: 512, 128: math.inf}
 """By depth, the most queries and keys."""
 WIDEST_WINDOW_APART = {128: 1152}
 """By depth, the most queries in the tiles that see a tile of keys of a window."""
-MOST_D_SCORES_BYTES = 1 << 30
-"""Of dS in memory at a time."""
+MOST_D_SCORES_BYTES = 1088 << 20
+"""Of dS in memory at a time: two heads of 16,384 tokens in 16 bits."""
 _MOST_D_SCORES = 9 / 2
 """Of what dQ's integers would take; more than four times, for the whole tiles at both ends of a window."""
+_MOST_GROUPS_LOSE = 0.06
+"""Of the time that all heads at once would take, for dQ apart to be worth it."""
+_LATE_FOR_MEMORY = 0.02
 _GROUP_COST = 4
 """Of a group's kernels to start and end, in the time of a tile."""
 _MOST_SPLITS = 128
@@ -148,30 +152,30 @@ def scores_tiles(problem: Problem) -> int:
     return q_tiles * kv_tiles if problem.mask.band is None else q_tiles * (q_tiles + 1) // 2
 
 
+def _duration(problem: Problem, pairs: int) -> float:
+    """Of all pairs of an example and a key/value head, so many at a time, in the time of a tile on each SM."""
+    p, kv_tiles, window = problem, problem.kv_len // 128, window_tiles(problem)
+    turns = -(-pairs * kv_tiles // HOPPER_SMS)  # a block takes one tile of keys after the other
+    longest = max(turns * scores_tiles(p) / kv_tiles, p.q_len // 128 if window is None else window[0])
+    return -(-p.batch * p.kv_heads // pairs) * (p.group * longest + _GROUP_COST)
+
+
 @functools.cache
 def scores_group(problem: Problem) -> int:
     """How many pairs of an example and a key/value head leave their dS at a time; 0 where not even one may.
 
-    As few as finish all pairs soonest on all SMs, by a count of tiles.
+    The fewest that finish all pairs nearly as soon as any other number.
     """
-    p = problem
-    tiles, kv_tiles = scores_tiles(p), p.kv_len // 128
-    window = window_tiles(p)
-    longest = p.q_len // 128 if window is None else window[0]
-    total, tile_bytes = p.batch * p.kv_heads, 128 * 128 * p.dtype.itemsize
-    bound = min(MOST_D_SCORES_BYTES, int(_MOST_D_SCORES * 4 * p.batch * p.heads * p.q_len * p.qk_dim))
-    most = min(bound // (p.group * tiles * tile_bytes), total)
+    p, total = problem, problem.batch * problem.kv_heads
+    integers = 4 * p.batch * p.heads * p.q_len * p.qk_dim
+    of_pair = p.group * scores_tiles(p) * 128 * 128 * p.dtype.itemsize
+    most = min(int(min(MOST_D_SCORES_BYTES, _MOST_D_SCORES * integers)) // of_pair, total)
     if most == 0:
         return 0
-
-    def duration(pairs: int) -> float:
-        """A block takes one tile of keys after the other, of `longest` tiles at most."""
-        turns = -(-pairs * kv_tiles // HOPPER_SMS)
-        return -(-total // pairs) * (p.group * max(turns * tiles / kv_tiles, longest) + _GROUP_COST)
-
     fewest = -(-total // most)
     choices = {-(-total // groups) for groups in range(fewest, min(8 * fewest, total) + 1)}
-    return min(sorted(choices), key=duration)
+    soonest = min(_duration(p, pairs) for pairs in choices)
+    return min(pairs for pairs in choices if _duration(p, pairs) <= (1 + _LATE_FOR_MEMORY) * soonest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -413,7 +417,11 @@ class HopperBackwardTiles:
             short = window[0] * cls.kv_tile <= WIDEST_WINDOW_APART.get(p.qk_dim, 0)
         else:
             short = max(p.q_len, p.kv_len) <= LONGEST_D_QUERY_APART.get(p.qk_dim, 0)
-        d_query_apart = short and tiles.leaves_d_scores(p) and scores_group(p) == p.batch * p.kv_heads
+        d_query_apart = short and tiles.leaves_d_scores(p)
+        if d_query_apart:
+            at_once = _duration(p, p.batch * p.kv_heads)
+            most_lost = 0 if window else _MOST_GROUPS_LOSE  # groups were not timed within windows
+            d_query_apart = _duration(p, scores_group(p)) <= (1 + most_lost) * at_once
         if shallow:
             gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES
         else:

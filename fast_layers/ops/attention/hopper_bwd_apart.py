@@ -18,20 +18,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.kernel_parts.tile_order import TileOrder, deal
 from fast_layers.ops.attention.config import HOPPER_SMS
 from fast_layers.ops.attention.hopper_bwd import make_finite
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_mask import TileMask
 
 WARPGROUPS = TILE // ROWS
 _STAGES = 3
+_PIECE_COST = 1.0
+"""Of what a tile of queries takes besides its tiles of keys, in the time of one."""
 
 
 class _Scratch(NamedTuple):
@@ -41,6 +46,17 @@ class _Scratch(NamedTuple):
     ready: Any
     consumed: Any
     keys_mended: Any
+
+
+def _tiles_seen(p: Problem, q_index: np.ndarray) -> np.ndarray:
+    """Of keys, by tiles of queries."""
+    band, q_start = p.mask.band, q_index * TILE
+    first, last = np.zeros_like(q_start), np.full_like(q_start, p.kv_len // TILE)
+    if band is not None and band.low is not None:
+        first = np.clip((q_start + band.low) // TILE, first, last)
+    if band is not None and band.high is not None:
+        last = np.clip(-(-(q_start + TILE + band.high) // TILE), first, last)
+    return last - first
 
 
 def d_query(
@@ -53,30 +69,33 @@ def d_query(
     """Writes a group's dQ; `turn` as `LeftScores.in_groups` gives it."""
     p, depth = left.problem, key.shape[3]
     q_tiles = p.q_len // TILE
-    pieces = left.pairs * p.group * q_tiles
-    blocks = min(pieces, HOPPER_SMS)
+    # Heads whose keys stay in the cache, of which a causal mask's longest tiles come first.
+    key_bytes = p.kv_len * depth * p.dtype.itemsize
+    order = TileOrder.of(left.pairs * p.group, q_tiles, p.group, key_bytes, 2 * HOPPER_SMS)
+    blocks = min(order.total, HOPPER_SMS)
+    tiles_after = np.arange(order.total) % (order.group * q_tiles) // order.group
+    schedule = deal(_PIECE_COST + _tiles_seen(p, q_tiles - 1 - tiles_after), blocks)
     mask = TileMask(p, TILE, TILE, None)
-    arrays, tree = jax.tree.flatten((d_scores, key, turn))
+    arrays, tree = jax.tree.flatten((d_scores, key, jnp.asarray(schedule), turn))
 
     def attention_backward_query(*refs, **scratch):
-        d_scores_ref, key_ref, turn_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        d_scores_ref, key_ref, schedule_ref, turn_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         d_query_ref = refs[tree.num_leaves]
         s = _Scratch(**scratch)
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         first_head = left.first_pair(turn_ref) * p.group
-        turns = lax.div(pieces - block + (blocks - 1), blocks)
 
         def each_tile(role, state):
             """The last `state = role(head within the group, q_index, its tiles of keys, state)`."""
 
-            def take(turn, state):
-                index = block + turn * blocks
-                head = lax.div(index, q_tiles)
-                # So that no block has the same tile of each head, as causal ones are of unequal length.
-                q_index = lax.rem(index + lax.div(head * q_tiles, blocks), q_tiles)
-                return role(head, q_index, mask.key_span(0, q_index), state)
+            def take(i, carry):
+                index, state = carry
+                following = schedule_ref[block, i + 2]  # loaded long before it is needed
+                head, tiles_after = order.locate(index)
+                q_index = q_tiles - 1 - tiles_after
+                return following, role(head, q_index, mask.key_span(0, q_index), state)
 
-            return lax.fori_loop(0, turns, take, state)
+            return lax.fori_loop(0, schedule_ref[block, 0], take, (schedule_ref[block, 1], state))[1]
 
         @pl.when(warpgroup == WARPGROUPS)
         def _load():

@@ -72,7 +72,9 @@ def test_impossible_tiles_reject_themselves(make, reason):
         (1024, 1024, 64, {"is_causal": True}, False),
         (1024, 512, 128, {}, True),
         (1024, 512, 128, {"is_causal": True}, False),
-        (2048, 2048, 128, {}, False),
+        (2048, 2048, 128, {}, True),
+        (2048, 2048, 64, {}, False),
+        (128, 8192, 128, {}, False),  # too few queries for their dS
         (448, 448, 128, {}, False),
         (512, 512, 96, {}, False),
         (512, 512, 128, {"local_window_size": (100, 0)}, True),
@@ -83,7 +85,7 @@ def test_impossible_tiles_reject_themselves(make, reason):
         (512, 512, 128, {"key_value_seq_lengths": np.full(8, 100)}, False),
     ],
 )
-def test_few_scores_a_row_of_whole_tiles_have_a_kernel_for_d_query(q_len, kv_len, depth, options, apart):
+def test_rows_of_whole_tiles_have_a_kernel_for_d_query(q_len, kv_len, depth, options, apart):
     def choose(query, key, value):
         inputs, aux, given, _ = api._prepare(query, key, value, **options)
         chosen.append(HopperBackwardTiles.of(given.problem(inputs, aux)))
@@ -126,7 +128,7 @@ def test_groups_of_heads_fit_and_fill_the_gpu(length, batch, causal):
     left = hopper_bwd_scores.LeftScores(_backward_problem(length, batch, causal))
     integers = 4 * batch * length * 16 * 128
     assert 2 * np.prod(left.shape) <= min(config.MOST_D_SCORES_BYTES, 17 / 4 * integers)
-    assert left.pairs * left.groups == batch * 16
+    assert 0 <= left.pairs * left.groups - batch * 16 < left.groups
     # The work of all SMs against the longest tile of keys, and as many turns of middling ones as it takes.
     work, turns = left.pairs * left.tiles / HOPPER_SMS, -(-left.pairs * length // 128 // HOPPER_SMS)
     assert work / max(length // 128, turns * left.tiles / (length // 128)) >= 0.93
