@@ -35,6 +35,7 @@ from fast_layers.ops.attention.tile_mask import TileMask
 
 WARPGROUPS = TILE // ROWS
 _STAGES = 3
+_IDLE_FOR_PAGES = 0.03
 _PIECE_COST = 1.0
 """Of what a tile of queries takes besides its tiles of keys, in the time of one."""
 
@@ -59,6 +60,26 @@ def _tiles_seen(p: Problem, q_index: np.ndarray) -> np.ndarray:
     return last - first
 
 
+def _schedule(p: Problem, heads: int) -> tuple[TileOrder, np.ndarray]:
+    """Which tiles of queries each block takes, from last to first, as `deal` says it.
+
+    Of as few heads at a time as keep all blocks busy: neighbouring tiles' dS lies together, and is read faster so.
+    """
+    q_tiles = p.q_len // TILE
+    blocks = min(heads * q_tiles, HOPPER_SMS)
+    by_tile = _PIECE_COST + _tiles_seen(p, np.arange(q_tiles)[::-1])
+    soonest = max(heads * by_tile.sum() / blocks, -(-heads * q_tiles // blocks) * by_tile.min(), by_tile.max())
+    found = []
+    for order in (TileOrder(heads, q_tiles, d) for d in range(1, heads + 1) if heads % d == 0):
+        durations = np.tile(np.repeat(by_tile, order.group), heads // order.group)
+        schedule = deal(durations, blocks)
+        latest = max(durations[row[1 : row[0] + 1]].sum() for row in schedule)
+        found.append((latest, len(found), order, schedule))
+        if latest <= (1 + _IDLE_FOR_PAGES) * soonest:
+            return order, schedule
+    return min(found)[2:]
+
+
 def d_query(
     left: LeftScores,
     d_scores: Float[Array, "L 128 64"],
@@ -69,12 +90,8 @@ def d_query(
     """Writes a group's dQ; `turn` as `LeftScores.in_groups` gives it."""
     p, depth = left.problem, key.shape[3]
     q_tiles = p.q_len // TILE
-    # Heads whose keys stay in the cache, of which a causal mask's longest tiles come first.
-    key_bytes = p.kv_len * depth * p.dtype.itemsize
-    order = TileOrder.of(left.pairs * p.group, q_tiles, p.group, key_bytes, 2 * HOPPER_SMS)
-    blocks = min(order.total, HOPPER_SMS)
-    tiles_after = np.arange(order.total) % (order.group * q_tiles) // order.group
-    schedule = deal(_PIECE_COST + _tiles_seen(p, q_tiles - 1 - tiles_after), blocks)
+    order, schedule = _schedule(p, left.pairs * p.group)
+    blocks = len(schedule)
     mask = TileMask(p, TILE, TILE, None)
     arrays, tree = jax.tree.flatten((d_scores, key, jnp.asarray(schedule), turn))
 
