@@ -80,7 +80,7 @@ WINDOW = {"is_causal": True, "local_window_size": (1023, 0)}
 SOFTCAP = {"softcap": 30.0}
 DROPOUT = {"dropout_rate": 0.1}
 EVERYTHING = {"is_causal": True, "softcap": 30.0, "sinks": np.zeros(16, np.float32), "local_window_size": (1024, 0)}
-FEW_HEADS = {"heads": 8, "kv_heads": 8, "batch": 1}
+FEW_HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 8, "batch": 1}
 """Too few to leave their dS in groups."""
 BATCHES = {
     "shallow": {
