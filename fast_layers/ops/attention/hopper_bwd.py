@@ -81,6 +81,8 @@ _SHORT_TILES = 8
 _MANY_PIECES = 12 * HOPPER_SMS
 """The rows and pieces for which an H200 was timed to be faster with groups that fit in its cache: bench/NOTES.md."""
 _FEW_TILES = 4
+_MANY_TILES = 64
+"""Of keys, from which on pieces are put in order where the mask tells their length in the call only."""
 _RESULT_PARTS = 2
 """Of dK and dV, by columns of 16 bits, that fit where as many columns of dQ do."""
 _PIECE_COST = 0.7
@@ -257,6 +259,20 @@ def _schedule(p: Problem, tiles: HopperBackwardTiles, order: TileOrder) -> np.nd
     return deal(steps + _PIECE_COST, tiles.blocks) if steps.min() > 0 else None
 
 
+def _longest_first(p: Problem, spans: Int[Array, "B|1 J 2"], order: TileOrder) -> Int[Array, " I"]:
+    """The pieces of each group of heads by their length, which the mask tells in the call only."""
+    size = order.group * order.tiles
+    index = np.arange(order.total, dtype=np.int32)
+    pair, kv_index = order.group * (index // size) + index % order.group, index % size // order.group
+    example = pair // p.kv_heads if spans.shape[0] > 1 else 0
+    steps = (spans[..., 1] - spans[..., 0])[example, kv_index].reshape(-1, size)
+    place = np.arange(size)
+    longer, alike = steps[:, None, :] > steps[..., None], steps[:, None, :] == steps[..., None]
+    rank = (longer | (alike & (place < place[:, None]))).sum(-1, dtype=jnp.int32)
+    rank += np.arange(0, order.total, size, dtype=np.int32)[:, None]
+    return jnp.zeros(order.total, jnp.int32).at[rank.reshape(-1)].set(index, unique_indices=True)
+
+
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
@@ -306,6 +322,8 @@ def _run(
     persistent = schedule is not None
     keeps_barriers = not persistent or _keeps_barriers(p, kv_tiles)
     with_units = operands.units is not None
+    if operands.q_span is not None and kv_tiles >= _MANY_TILES:
+        schedule = _longest_first(p, operands.q_span, order)
     given = operands, None if schedule is None else jnp.asarray(schedule), turn
     written = d_key_ref, d_value_ref, *([d_query] if lags else [])
     arrays, tree = jax.tree.flatten(given)
@@ -329,7 +347,7 @@ def _run(
         def each_piece(role, before):
             """The last `before = role(piece, turn, before)`, from what `before` makes; `turn` counts the pieces."""
             if not persistent:
-                piece = piece_of(block)
+                piece = piece_of(block if schedule_ref is None else schedule_ref[block])
                 return role(piece, jnp.int32(0), before(piece))
 
             def take(i, carry):

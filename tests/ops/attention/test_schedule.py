@@ -1,16 +1,17 @@
-"""Which pieces of work a persistent block of the forward takes, told before the kernel runs."""
+"""Which pieces of work a block takes, told before the kernel runs."""
 
 from __future__ import annotations
 
 import types
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fast_layers.kernel_parts import tile_order
-from fast_layers.kernel_parts.tile_order import deal_in_turns
-from fast_layers.ops.attention import api
+from fast_layers.kernel_parts.tile_order import TileOrder, deal_in_turns
+from fast_layers.ops.attention import api, hopper_bwd
 from fast_layers.ops.attention.config import HOPPER_SMS, HopperForwardTiles
 from fast_layers.ops.attention.forward_parts import Work
 from fast_layers.ops.attention.kernel_operands import RowMask
@@ -112,3 +113,20 @@ def test_too_many_pieces_are_left_to_the_hardware(batch, blocks):
     problem = _problem(batch, 16, 512, 512, BANDS["causal"])
     assert HopperForwardTiles.of(problem).blocks == blocks
     assert HopperForwardTiles.of(problem, HopperForwardTiles(2, 128, blocks=5)).blocks == min(blocks, 5)
+
+
+@pytest.mark.parametrize("examples", [1, 3])
+def test_pieces_of_a_group_are_taken_longest_first(examples):
+    """Of a mask whose spans are known in the call only: each piece once, and neighbours first where they are alike."""
+    order = TileOrder(heads=6, tiles=5, group=3)
+    first = np.random.default_rng(0).integers(0, 4, (examples, 5))
+    spans = np.stack([first, first + [[3, 1, 3, 7, 2]] + np.arange(examples)[:, None] % 2], -1)
+    p = types.SimpleNamespace(kv_heads=2)
+    got = np.asarray(hopper_bwd._longest_first(cast(Any, p), jnp.asarray(spans), order))
+
+    def length(piece):
+        head, kv_index = order.locate(int(piece))
+        return int(np.diff(spans[int(head) // 2 if examples > 1 else 0, int(kv_index)])[0])
+
+    want = [sorted(range(first, first + 15), key=lambda piece: -length(piece)) for first in (0, 15)]
+    assert got.tolist() == want[0] + want[1]
