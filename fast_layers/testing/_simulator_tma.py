@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -19,6 +20,7 @@ REDUCTIONS = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }
+_LEFT_OUT_LOADS_ARRIVE = jax.__version_info__ < (0, 12)
 
 
 def store(
@@ -52,13 +54,15 @@ def load(
 ):  # fmt: skip
     """GMEM to SMEM, if the predicate holds; `group` are the blocks that copy together, or None.
 
-    A load whose predicate does not hold moves nothing, but arrives on its barrier like any other.
+    A load whose predicate does not hold moves nothing. On its barrier it arrives like any other where JAX is older than
+    0.12, and not at all since.
     """
     gpu = machine()
     src_key, dst_key, barrier_key = Key.from_array(src), Key.from_array(dst), Key.from_array(barrier)
     if predicate is not None and not bool(predicate):
-        logging_info = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
-        gpu.get_barrier(barrier_key).arrive(thread, gpu.get_clock(thread), logging_info)
+        if _LEFT_OUT_LOADS_ARRIVE:
+            logging_info = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
+            gpu.get_barrier(barrier_key).arrive(thread, gpu.get_clock(thread), logging_info)
         return token
     src_access = gpu.access(src_key, plain_transforms(src_transforms))
     dst_access = gpu.access(dst_key, plain_transforms(dst_transforms))

@@ -100,9 +100,15 @@ def d_query(
                     slot, keys = lax.rem(step, _STAGES), pl.ds(j * ROWS, ROWS)
                     pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(s.consumed.at[slot]))
                     for i in range(WARPGROUPS):
-                        exists = j <= q_index + i if causal else None
                         part = d_scores_ref.at[part_of_scores(left, head, q_index + i, j)]
-                        plgpu.copy_gmem_to_smem(part, s.score_slots.at[slot, i], s.ready.at[slot], predicate=exists)
+                        copy = functools.partial(plgpu.copy_gmem_to_smem, part, s.score_slots.at[slot, i])
+                        if causal:
+                            # Not by the copy's predicate: whether it arrives without copying is up to JAX's version.
+                            exists = j <= q_index + i
+                            pl.when(exists)(functools.partial(copy, s.ready.at[slot]))
+                            pl.when(~exists)(functools.partial(plgpu.barrier_arrive, s.ready.at[slot]))
+                        else:
+                            copy(s.ready.at[slot])
                     key = key_ref.at[example, keys, kv_head]
                     plgpu.copy_gmem_to_smem(key, s.key_slots.at[slot], s.ready.at[slot], **together)
                     return step + 1
@@ -183,8 +189,9 @@ def d_query(
                 # 0 times NaN is NaN; who sees a broken key has NaN in its dS.
                 middle = -(-depth // (WARPGROUPS * COLUMNS)) * COLUMNS
                 for mine, columns in enumerate((slice(0, middle), slice(middle, depth))):
-                    part = s.key_slots.at[slot, :, columns]
-                    pl.when(warpgroup == mine)(functools.partial(make_finite, part))
+                    if columns.start < columns.stop:
+                        part = s.key_slots.at[slot, :, columns]
+                        pl.when(warpgroup == mine)(functools.partial(make_finite, part))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(s.keys_mended)
                 plgpu.barrier_wait(s.keys_mended)
