@@ -236,7 +236,9 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
             for queries, stages, apart, ragged, blocks in choices
         )
     else:
-        made = itertools.starmap(kind, itertools.product((1, 2, 3), (32, 64)))
+        parts = itertools.product((1, 2, 3), (32, 64))
+        deep = HopperDeepBackwardTiles
+        made = [deep.of_depths(depth, depth), *(deep(*part, d_query_apart=False) for part in parts)]
     return (tiles for tiles in made if tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES)
 
 

@@ -118,7 +118,7 @@ BATCHES = {
         "d128 full, short": Call(2048, **FEW_HEADS),
         "d128 full, dQ apart": Call(leaves_d_scores=True),
         "d128 full, odd length": Call(2047),
-        "d128 full, softcap": Call(options=SOFTCAP),
+        "d128 full, softcap": Call(options=SOFTCAP, leaves_d_scores=True),
         "d128 any order": Call(**FEW_HEADS, options=CAUSAL | ANY_ORDER),
     },
     "per score": {
@@ -159,7 +159,7 @@ SPILLS = {
     "d128 causal, dQ apart": (0, 110, 0),
     "d128 full, dQ apart": (0, 24, 0),
     "d128 full, odd length": (0, 145),
-    "d128 full, softcap": (16, 200),
+    "d128 full, softcap": (16, 200, 0),
     "d128 causal": (0, 135),
     "d128 causal, grouped": (0, 252),
     "d128 any order": (0, 106),

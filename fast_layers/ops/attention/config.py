@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 from fast_layers.arch import Arch
 from fast_layers.kernel_parts.dropout import KEYS_PER_BLOCK
@@ -66,16 +65,16 @@ MOST_DEALT_PIECES = 1 << 18
 """Of a persistent grid: tracing a call deals them out in Python, and their list becomes a constant of the program."""
 _MOST_SHALLOW_TILES = 64
 """Of keys, for a persistent grid of the backward at depths up to 64 without a mask."""
-LONGEST_D_QUERY_APART = {64: 512, 128: math.inf}
+LONGEST_D_QUERY_APART = {64: 512, 128: 16_384}
 """By depth, the most queries and keys."""
 WIDEST_WINDOW_APART = {128: 1152}
 """By depth, the most queries in the tiles that see a tile of keys of a window."""
 MOST_D_SCORES_BYTES = 1088 << 20
-"""Of dS in memory at a time: two heads of 16,384 tokens in 16 bits."""
+"""Of dS in memory at a time: two heads of 16,384 tokens in 16 bits, or four under a causal mask."""
 _MOST_D_SCORES = 9 / 2
 """Of what dQ's integers would take; more than four times, for the whole tiles at both ends of a window."""
 _MOST_GROUPS_LOSE = 0.06
-"""Of the time that all heads at once would take, for dQ apart to be worth it."""
+"""Of the time that all heads at once would take, for dQ apart to be worth it. Within windows groups were not timed."""
 _LATE_FOR_MEMORY = 0.02
 _GROUP_COST = 4
 """Of a group's kernels to start and end, in the time of a tile."""
@@ -162,7 +161,8 @@ def _duration(problem: Problem, pairs: int) -> float:
 
 @functools.cache
 def scores_group(problem: Problem) -> int:
-    """How many pairs of an example and a key/value head leave their dS at a time; 0 where not even one may.
+    """How many pairs of an example and a key/value head leave their dS at a time; 0 where not even one may, or where
+    groups would lose too much.
 
     The fewest that finish all pairs nearly as soon as any other number.
     """
@@ -170,11 +170,15 @@ def scores_group(problem: Problem) -> int:
     integers = 4 * p.batch * p.heads * p.q_len * p.qk_dim
     of_pair = p.group * scores_tiles(p) * 128 * 128 * p.dtype.itemsize
     most = min(int(min(MOST_D_SCORES_BYTES, _MOST_D_SCORES * integers)) // of_pair, total)
-    if most == 0:
+    if most == 0 or (most < total and window_tiles(p)):
         return 0
+    if window_tiles(p):
+        return total
     fewest = -(-total // most)
     choices = {-(-total // groups) for groups in range(fewest, min(8 * fewest, total) + 1)}
     soonest = min(_duration(p, pairs) for pairs in choices)
+    if soonest > (1 + _MOST_GROUPS_LOSE) * _duration(p, total):
+        return 0
     return min(pairs for pairs in choices if _duration(p, pairs) <= (1 + _LATE_FOR_MEMORY) * soonest)
 
 
@@ -214,6 +218,8 @@ class HopperForwardTiles:
             raise ValueError(f"{self.splits=} must be at least 1, and 1 in a persistent grid ({self.blocks=})")
         if self.own_spans and (self.takes_turns or self.splits > 1):
             raise ValueError(f"{self.own_spans=}: spans of its own leave a warpgroup no turns, nor parts of the keys")
+        if self.last_keys_first and (self.splits > 1 or self.cluster > 1):
+            raise ValueError(f"{self.last_keys_first=}: neither with parts of the keys nor with a cluster")
         if self.cluster not in (1, 2) or (self.cluster == 2 and (self.splits > 1 or self.own_spans or self.blocks % 2)):
             raise ValueError(f"{self.cluster=} must be 1 or 2, and 1 with splits, own spans or an odd number of blocks")
 
@@ -261,7 +267,9 @@ class HopperForwardTiles:
         p = problem
         if p.q_len <= 64:
             return cls._of_few_rows(p)
-        tiles = (cls._of_many_rows(p) if measured is None else measured).for_mask(p)
+        if measured is None or (measured.last_keys_first and not measured.one_ragged_tile(p)):
+            measured = cls._of_many_rows(p)  # what was measured is the fastest in that order alone
+        tiles = measured.for_mask(p)
         pieces = p.batch * p.heads * -(-p.q_len // tiles.q_tile)
         if pieces > MOST_DEALT_PIECES:
             return dataclasses.replace(tiles, blocks=0)
@@ -418,10 +426,6 @@ class HopperBackwardTiles:
         else:
             short = max(p.q_len, p.kv_len) <= LONGEST_D_QUERY_APART.get(p.qk_dim, 0)
         d_query_apart = short and tiles.leaves_d_scores(p)
-        if d_query_apart:
-            at_once = _duration(p, p.batch * p.kv_heads)
-            most_lost = 0 if window else _MOST_GROUPS_LOSE  # groups were not timed within windows
-            d_query_apart = _duration(p, scores_group(p)) <= (1 + most_lost) * at_once
         if shallow:
             gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES
         else:
@@ -483,8 +487,12 @@ class HopperDeepBackwardTiles:
 
     @classmethod
     def of(cls, problem: Problem) -> HopperDeepBackwardTiles:
-        p, whole_panels = problem, cls(d_query_slots=3, columns=64)
+        return cls.of_depths(problem.qk_dim, problem.v_dim)
+
+    @classmethod
+    def of_depths(cls, qk_dim: int, v_dim: int) -> HopperDeepBackwardTiles:
+        whole_panels = cls(d_query_slots=3, columns=64)
         # Measured on an H200, 2026-11-23: see bench/NOTES.md.
-        three = -(-p.qk_dim // cls.depth_multiple) == 3
-        fits = whole_panels.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES
+        three = -(-qk_dim // cls.depth_multiple) == 3
+        fits = whole_panels.smem_bytes(qk_dim, v_dim) <= HOPPER_SMEM_BYTES
         return whole_panels if three and fits else cls()

@@ -83,6 +83,8 @@ _MANY_PIECES = 12 * HOPPER_SMS
 _FEW_TILES = 4
 _MANY_TILES = 64
 """Of keys, from which on pieces are put in order where the mask tells their length in the call only."""
+_MOST_RANKED = 2048
+"""Pieces of a group of heads: each is compared with each."""
 _RESULT_PARTS = 2
 """Of dK and dV, by columns of 16 bits, that fit where as many columns of dQ do."""
 _PIECE_COST = 0.7
@@ -169,12 +171,13 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         None if rows is None else rows.d_query,
     )
     d_query, d_key, d_value = over_batch(functools.partial(launch, tiles), SHARED)(p, operands)
+    d_query = d_query[:, : p.q_len, :, : p.qk_dim]
     if not apart:
         # Integers know no NaN; a row that starts from NaN has one in every weight.
         to_float = p.scale / units if p.reproducible and units is not None else p.scale
         to_float = jnp.where(jnp.isnan(start), jnp.nan, to_float)
         to_float = to_float.swapaxes(1, 2)[..., None]
-        d_query = (d_query[:, : p.q_len, :, : p.qk_dim].astype(jnp.float32) * to_float).astype(p.dtype)
+        d_query = (d_query.astype(jnp.float32) * to_float).astype(p.dtype)
     return Inputs(
         query=d_query,
         key=d_key[:, : p.kv_len, :, : p.qk_dim],
@@ -266,7 +269,7 @@ def _longest_first(p: Problem, spans: Int[Array, "B|1 J 2"], order: TileOrder) -
     pair, kv_index = order.group * (index // size) + index % order.group, index % size // order.group
     example = pair // p.kv_heads if spans.shape[0] > 1 else 0
     steps = (spans[..., 1] - spans[..., 0])[example, kv_index].reshape(-1, size)
-    place = np.arange(size)
+    place = jnp.arange(size, dtype=jnp.int32)
     longer, alike = steps[:, None, :] > steps[..., None], steps[:, None, :] == steps[..., None]
     rank = (longer | (alike & (place < place[:, None]))).sum(-1, dtype=jnp.int32)
     rank += np.arange(0, order.total, size, dtype=np.int32)[:, None]
@@ -322,7 +325,7 @@ def _run(
     persistent = schedule is not None
     keeps_barriers = not persistent or _keeps_barriers(p, kv_tiles)
     with_units = operands.units is not None
-    if operands.q_span is not None and kv_tiles >= _MANY_TILES:
+    if operands.q_span is not None and kv_tiles >= _MANY_TILES and order.group * order.tiles <= _MOST_RANKED:
         schedule = _longest_first(p, operands.q_span, order)
     given = operands, None if schedule is None else jnp.asarray(schedule), turn
     written = d_key_ref, d_value_ref, *([d_query] if lags else [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,8 +124,14 @@ def _backward_problem(length, batch, causal, kv_heads=16):
     return problems[0]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("length", "batch"), [(512, 256), (2048, 8), (4096, 4), (8192, 2), (16384, 1), (4096, 1)])
+@pytest.mark.parametrize(
+    ("length", "batch", "causal"),
+    [
+        *((16384 // batch, batch, causal) for batch in (8, 4, 2, 1) for causal in (False, True)),
+        *((512, 256, causal) for causal in (False, True)),
+        (4096, 1, True),
+    ],
+)
 def test_groups_of_heads_fit_and_fill_the_gpu(length, batch, causal):
     left = hopper_bwd_scores.LeftScores(_backward_problem(length, batch, causal))
     integers = 4 * batch * length * 16 * 128
@@ -132,6 +140,21 @@ def test_groups_of_heads_fit_and_fill_the_gpu(length, batch, causal):
     # The work of all SMs against the longest tile of keys, and as many turns of middling ones as it takes.
     work, turns = left.pairs * left.tiles / HOPPER_SMS, -(-left.pairs * length // 128 // HOPPER_SMS)
     assert work / max(length // 128, turns * left.tiles / (length // 128)) >= 0.93
+
+
+def test_no_groups_that_leave_the_gpu_idle():
+    """Four of sixteen heads fit, 128 tiles of keys for 132 SMs; four groups have more to start and end than one."""
+    assert config.scores_group(_backward_problem(4096, 1, False)) == 0
+
+
+def test_a_window_leaves_all_heads_scores_or_none():
+    def pairs(batch):
+        problem = _backward_problem(4096, batch, True)
+        band = dataclasses.replace(problem.mask.band, low=-1023)
+        return config.scores_group(dataclasses.replace(problem, mask=dataclasses.replace(problem.mask, band=band)))
+
+    assert pairs(6) == 6 * 16
+    assert pairs(8) == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])

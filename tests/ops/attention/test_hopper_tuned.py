@@ -138,8 +138,8 @@ def _damaged(**changes):
 
 DAMAGED = {
     "no JSON": ("{", "Expecting"),
-    "a list": ([], 'must be an object with "format": 4'),
-    "another format": ({"format": 3, "entries": []}, '"format": 4'),
+    "a list": ([], 'must be an object with "format": 5'),
+    "another format": ({"format": 4, "entries": []}, '"format": 5'),
     "an entry without tiles": ([{"arch": "sm_90"}], "an entry must have exactly"),
     "another GPU": ([_damaged(arch="sm_100")], "must be 'sm_90'"),
     "an unknown mask": ([_damaged(mask="striped")], "must be one of full, causal, window, arrays"),
@@ -161,7 +161,7 @@ DAMAGED = {
 @pytest.mark.parametrize(("content", "words"), DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_table_is_reported_and_ignored(content, words, user_file):
     if isinstance(content, list) and content:
-        content = {"format": 4, "entries": content}
+        content = {"format": 5, "entries": content}
     user_file.parent.mkdir()
     user_file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.warns(UserWarning, match="is ignored") as warned:
@@ -244,7 +244,7 @@ class TestTune:
         assert {entry["longest"] for entry in raw["entries"]} == {None}  # the same tiles at both lengths
         assert tuned.find(_problem(is_causal=True), "forward") == HopperForwardTiles(2, 64, stages=2, takes_turns=False)
         assert tuned.find(_problem(depth=128), "backward") == HopperBackwardTiles(64, stages=1)
-        assert tuned.find(_problem(depth=256), "backward") == HopperDeepBackwardTiles(1)
+        assert tuned.find(_problem(depth=256), "backward") == HopperDeepBackwardTiles(1, d_query_apart=False)
 
     def test_keeps_what_it_did_not_time(self, user_file):
         other = _entry(MINE, mask="window")
