@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+
 from fast_layers.arch import Arch
 
 _HOPPER = (9, 0)
@@ -16,14 +18,21 @@ MOST_NUMBERS = 2**31 - 1
 
 def not_hopper(arch: Arch) -> str | None:
     if arch.platform == "cuda" and arch.capability == _HOPPER:
-        return None
+        return _wide_integers()
     return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200), got {arch}"
 
 
 def not_blackwell(arch: Arch) -> str | None:
     if arch.platform == "cuda" and arch.capability in _BLACKWELL:
-        return None
+        return _wide_integers()
     return f"needs an NVIDIA GPU of compute capability 10.0 (B200) or 10.3 (B300), got {arch}"
+
+
+def _wide_integers() -> str | None:
+    """Mosaic's indices have 32 bits, which other integers then would not have."""
+    if jax.config.jax_enable_x64:
+        return "needs integers of 32 bits, but jax_enable_x64 is on; call it `with jax.enable_x64(False)`"
+    return None
 
 
 def symbolic(sizes: Iterable[Any]) -> str | None:
