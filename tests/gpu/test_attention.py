@@ -103,6 +103,16 @@ def test_heads_in_groups(backend, is_causal, length, kv_heads):
     assert table.ok, f"\n{table}"
 
 
+@pytest.mark.parametrize("backend", KERNELS)
+def test_window_on_whole_tiles(backend):
+    """Within which Hopper's backward leaves dS at depth 128."""
+    case = Case(
+        batch=2, q_len=2048, kv_len=2048, heads=4, kv_heads=2, qk_dim=128, v_dim=128, is_causal=True, window=(1023, 0)
+    )
+    table = check_parity(backends=[backend], cases={"window": case}, dtypes=[jnp.bfloat16])
+    assert table.ok, f"\n{table}"
+
+
 PER_SCORE = {
     "bias": {"bias": (2, 8)},
     "shared bias": {"bias": (1, 8)},

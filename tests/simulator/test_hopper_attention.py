@@ -232,13 +232,18 @@ def test_d_query_by_a_kernel_of_its_own(name):
 GROUPS = {
     "causal, one pair": (_square(256, batch=2, heads=2, kv_heads=1, is_causal=True), 1),
     "full, two of three pairs": (Case(batch=3, q_len=128, kv_len=256, heads=1, kv_heads=1), 2),
+    "deep causal, two of three pairs": (
+        _square(128, batch=3, heads=1, kv_heads=1, qk_dim=192, v_dim=64, is_causal=True),
+        2,
+    ),
 }
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", some_each_run(GROUPS, {"causal, one pair", "full, two of three pairs"}))
 def test_groups_of_heads_leave_their_scores_in_one_array(name):
     case, pairs = GROUPS[name]
-    with patched(*_apart(HopperBackwardTiles(128, blocks=1)), (hopper_bwd_scores, "scores_group", lambda _: pairs)):
+    tiles = HopperDeepBackwardTiles() if case.qk_dim > 128 else HopperBackwardTiles(128, blocks=1)
+    with patched(*_apart(tiles), (hopper_bwd_scores, "scores_group", lambda _: pairs)):
         judged = judge(case, supports=only("backward"))
     assert not judged.faulty, judged.report()
     assert judged.table.ok, judged.report()
@@ -275,6 +280,15 @@ def test_blocks_that_take_several_tiles_of_keys(name):
     case, tiles = PERSISTENT_BACKWARD[name]
     with patched(backward_tiles(tiles)):
         judged = judge(case, supports=only("backward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["documents", "documents, scattered", "documents, padding of NaN"])
+def test_pieces_of_documents_longest_first(name):
+    with patched(backward_tiles(HopperBackwardTiles(128)), (hopper_bwd, "_MANY_TILES", 1)):
+        judged = judge(CASES[name], supports=only("backward"))
     assert not judged.faulty, judged.report()
     assert judged.table.ok, judged.report()
 
