@@ -29,7 +29,7 @@ _COMMON = {
 # "quick" is the same with fewer, "explore" draws others each time, more of them, and shrinks.
 _AS_DRAWN = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
 hypothesis.settings.register_profile("ci", derandomize=True, max_examples=EXAMPLES_OF_CI, phases=_AS_DRAWN, **_COMMON)
-hypothesis.settings.register_profile("quick", derandomize=True, max_examples=4, phases=_AS_DRAWN, **_COMMON)
+hypothesis.settings.register_profile("quick", derandomize=True, max_examples=3, phases=_AS_DRAWN, **_COMMON)
 hypothesis.settings.register_profile("explore", max_examples=300, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-EXAMPLES_OF_CI = 14
+EXAMPLES_OF_CI = 10
 
 
 def some_each_run(names: Iterable[str], each_run: Set[str]) -> list[Any]:

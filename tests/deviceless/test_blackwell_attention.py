@@ -160,7 +160,7 @@ def test_every_choice_of_tiles_is_compiled():
     ("gpu", "calls"),
     [
         pytest.param("b200", LEAN, id="b200"),
-        pytest.param("b300", LEAN_B300, id="b300"),
+        pytest.param("b300", LEAN_B300, id="b300", marks=pytest.mark.exhaustive),
         pytest.param("b200", LEAN_B300 | REST, id="b200-rest", marks=pytest.mark.exhaustive),
         pytest.param("b300", LEAN | REST, id="b300-rest", marks=pytest.mark.exhaustive),
     ],

@@ -102,7 +102,6 @@ EACH_RUN = {
     ("one query", 2),
     ("chunked prefill", 1),
     ("lengths", 5),
-    ("sinks", 2),
     ("segments", 2),
     ("depths 40 and 24", 2),
 }
