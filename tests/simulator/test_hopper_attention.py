@@ -845,7 +845,9 @@ VALUE_FAULTS = {
 @pytest.mark.parametrize("fault", some_each_run(VALUE_FAULTS, {"a ragged tile taken as plain", "dq without scale"}))
 def test_planted_fault_in_values_is_found(fault):
     (owner, name, change), quantities = VALUE_FAULTS[fault]
-    with patched(), pytest.MonkeyPatch.context() as patch:
+    # Not the last keys first, as then no tile is asked whether it is ragged.
+    tiles = HopperForwardTiles(2, 128, stages=2)
+    with patched(forward_tiles(tiles)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, change(getattr(owner, name)))
         judged = judge(CASES["causal"], timeout=20.0)
     # A mask that shows more tiles than dS has room for also writes them where others stand.
