@@ -76,6 +76,7 @@ _MOST_D_SCORES = 9 / 2
 _MOST_GROUPS_LOSE = 0.06
 """Of the time that all heads at once would take, for dQ apart to be worth it. Within windows groups were not timed."""
 _LATE_FOR_MEMORY = 0.02
+"""A group is smaller where all pairs are finished so little later."""
 _GROUP_COST = 4
 """Of a group's kernels to start and end, in the time of a tile."""
 _MOST_SPLITS = 128
@@ -152,10 +153,10 @@ def scores_tiles(problem: Problem) -> int:
 
 
 def _duration(problem: Problem, pairs: int) -> float:
-    """Of all pairs of an example and a key/value head, so many at a time, in the time of a tile on each SM."""
-    p, kv_tiles, window = problem, problem.kv_len // 128, window_tiles(problem)
+    """Of all pairs of an example and a key/value head, so many at a time, in a tile's time on each SM; of no window."""
+    p, kv_tiles = problem, problem.kv_len // 128
     turns = -(-pairs * kv_tiles // HOPPER_SMS)  # a block takes one tile of keys after the other
-    longest = max(turns * scores_tiles(p) / kv_tiles, p.q_len // 128 if window is None else window[0])
+    longest = max(turns * scores_tiles(p) / kv_tiles, p.q_len // 128)
     return -(-p.batch * p.kv_heads // pairs) * (p.group * longest + _GROUP_COST)
 
 
@@ -170,10 +171,10 @@ def scores_group(problem: Problem) -> int:
     integers = 4 * p.batch * p.heads * p.q_len * p.qk_dim
     of_pair = p.group * scores_tiles(p) * 128 * 128 * p.dtype.itemsize
     most = min(int(min(MOST_D_SCORES_BYTES, _MOST_D_SCORES * integers)) // of_pair, total)
-    if most == 0 or (most < total and window_tiles(p)):
-        return 0
     if window_tiles(p):
-        return total
+        return total if most == total else 0
+    if most == 0:
+        return 0
     fewest = -(-total // most)
     choices = {-(-total // groups) for groups in range(fewest, min(8 * fewest, total) + 1)}
     soonest = min(_duration(p, pairs) for pairs in choices)
@@ -403,7 +404,8 @@ class HopperBackwardTiles:
         return dataclasses.replace(self, d_query_apart=self.d_query_apart and self.leaves_d_scores(problem))
 
     def leaves_d_scores(self, problem: Problem) -> bool:
-        """No mask, or over as many keys as queries a causal one or a window; whole tiles; one head's dS fits."""
+        """No mask, or over as many keys as queries a causal one or a window; whole tiles; dS fits, of a
+        group of heads or, within a window, of all."""
         p, band = problem, problem.mask.band
         own = band is None
         if band is not None and band.high is not None and p.q_len == p.kv_len:

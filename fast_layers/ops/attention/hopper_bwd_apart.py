@@ -36,6 +36,7 @@ from fast_layers.ops.attention.tile_mask import TileMask
 WARPGROUPS = TILE // ROWS
 _STAGES = 3
 _IDLE_FOR_PAGES = 0.03
+"""Heads are as few at a time as let the last block end so little late: what neighbours read lies near then."""
 _PIECE_COST = 1.0
 """Of what a tile of queries takes besides its tiles of keys, in the time of one."""
 
