@@ -207,6 +207,7 @@ DEEP_APART = {
     "deep causal, three tiles": _square(384, heads=1, kv_heads=1, qk_dim=192, v_dim=192, is_causal=True),
     "deep causal, clusters": _square(512, heads=1, kv_heads=1, qk_dim=192, v_dim=64, is_causal=True, lse_gradient=True),
     "deep causal, half in registers": _square(256, heads=1, kv_heads=1, qk_dim=256, v_dim=256, is_causal=True),
+    "deep causal, values deeper than keys": _square(256, heads=1, kv_heads=1, qk_dim=64, v_dim=192, is_causal=True),
     "deep full, grouped heads": Case(batch=1, q_len=256, kv_len=384, heads=2, kv_heads=1, qk_dim=192, v_dim=192),
 }
 
