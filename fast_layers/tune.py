@@ -316,9 +316,9 @@ def with_tiles(pass_: str, tiles: Any) -> Callable[..., Any]:
         return hopper_fwd.attend(problem, inputs, aux, tiles)
 
     def bwd(problem, residuals, d_out, d_lse):
-        from fast_layers.ops.attention import hopper_bwd
+        from fast_layers.ops.attention import hopper_bwd_call
 
-        return hopper_bwd.attend_grad(problem, residuals, d_out, d_lse, tiles)
+        return hopper_bwd_call.attend_grad(problem, residuals, d_out, d_lse, tiles)
 
     return fwd if pass_ == "forward" else bwd
 

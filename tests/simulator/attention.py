@@ -85,9 +85,13 @@ def only(pass_: str) -> Callable[..., str | None]:
 def patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
     """Attributes replaced, and the kernels traced anew inside."""
     with pytest.MonkeyPatch.context() as patch:
-        launches = [(module, "_launch") for module in (hopper_fwd, hopper_bwd, hopper_bias_grad)]
-        others = (hopper_bwd_deep, "launch"), (hopper_bwd_rows, "row_sums")
-        for module, name in (*launches, *others):
+        launches = [
+            (hopper_fwd, "_launch"),
+            (hopper_bwd, "launch"),
+            (hopper_bwd_deep, "launch"),
+            (hopper_bias_grad, "_launch"),
+        ]
+        for module, name in (*launches, (hopper_bwd_rows, "row_sums")):
             # Without its jit, which would give back what was traced before.
             patch.setattr(module, name, getattr(module, name).__wrapped__)
         for target, name, value in patches:

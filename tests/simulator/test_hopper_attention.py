@@ -23,6 +23,7 @@ from fast_layers.ops.attention import (
     hopper_bwd_deep,
     hopper_bwd_deep_query,
     hopper_bwd_deep_scores,
+    hopper_bwd_pieces,
     hopper_bwd_rows,
     hopper_bwd_scores,
     hopper_call,
@@ -288,7 +289,7 @@ def test_blocks_that_take_several_tiles_of_keys(name):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["documents", "documents, scattered", "documents, padding of NaN"])
 def test_pieces_of_documents_longest_first(name):
-    with patched(backward_tiles(HopperBackwardTiles(128)), (hopper_bwd, "_MANY_TILES", 1)):
+    with patched(backward_tiles(HopperBackwardTiles(128)), (hopper_bwd_pieces, "_MANY_TILES", 1)):
         judged = judge(CASES[name], supports=only("backward"))
     assert not judged.faulty, judged.report()
     assert judged.table.ok, judged.report()
@@ -839,7 +840,7 @@ VALUE_FAULTS = {
     "one tile of keys less": ((tile_mask.TileMask, "key_span", _one_tile_less), {"out", "lse"}),
     "a ragged tile taken as plain": ((tile_mask.TileMask, "key_span", _plain_one_tile_more), {"out"}),
     "lse in base 2": ((OnlineSoftmax, "finish", _in_base_2), {"lse"}),
-    "dq without scale": ((hopper_bwd, "_launch", _unscaled), {"dq"}),
+    "dq without scale": ((hopper_bwd, "launch", _unscaled), {"dq"}),
 }
 
 

@@ -32,8 +32,8 @@ from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.ops.attention import bias_tiles
 from fast_layers.ops.attention.bias_tiles import BiasTiles
 from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES
-from fast_layers.ops.attention.hopper_bwd import BY_ROW, Operands, make_finite
 from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.hopper_grad_parts import BY_ROW, Operands, make_finite
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, TileMask

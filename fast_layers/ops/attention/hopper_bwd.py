@@ -1,4 +1,4 @@
-"""Attention's backward for Hopper (sm_90a): all gradients in one pass over the scores, five products a tile.
+"""Attention's backward for Hopper (sm_90a) at depths up to 128: all gradients in one pass, five products a tile.
 
 Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, H query/key depth, V value depth.
 
@@ -27,258 +27,55 @@ Where the bits may change from run to run (`Problem.reproducible`), it holds flo
 
 With `d_query_apart` dS goes to the GPU's memory instead, another kernel makes dQ of it, and there are no units.
 
+What comes before and after is in hopper_bwd_call.py, the order of tiles in hopper_bwd_pieces.py.
+
 Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
-from fast_layers.kernel_parts.kv_range import KvRange
-from fast_layers.kernel_parts.nearest_integers import nearest_integers
 from fast_layers.kernel_parts.online_softmax import LOG2_E
-from fast_layers.kernel_parts.over_batch import over_batch
-from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
+from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tanh import tanh
-from fast_layers.kernel_parts.tile_order import TileOrder, deal
-from fast_layers.ops.attention import hopper_bwd_rows, hopper_bwd_units, tuned
-from fast_layers.ops.attention.config import (
-    HOPPER_SMS,
-    MAX_SHALLOW_DEPTH,
-    MOST_DEALT_PIECES,
-    HopperBackwardTiles,
-    HopperDeepBackwardTiles,
-    known_before_the_call,
-    sees_all,
-)
+from fast_layers.ops.attention import hopper_bwd_apart, hopper_bwd_pieces
+from fast_layers.ops.attention.config import HopperBackwardTiles, sees_all
+from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE, Piece
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
-from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
-from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals, finite_or_zero
-from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
-from fast_layers.ops.attention.tile_mask import WGMMA, TileMask
-from fast_layers.ops.attention.xla import sink_gradient
+from fast_layers.ops.attention.hopper_grad_parts import (
+    BY_QUERY,
+    BY_ROW,
+    Operands,
+    as_summed,
+    folds_lse,
+    make_finite,
+    summed_dtype,
+)
+from fast_layers.ops.attention.problem import Problem
+from fast_layers.ops.attention.tile_logits import TileLogits
+from fast_layers.ops.attention.tile_mask import TileMask
 
-BY_QUERY = WGMMA.reduce(0)
-BY_ROW = WGMMA.reduce(1)
 WARPGROUPS = 2
-KV_TILE = WARPGROUPS * ROWS
 LSE, DELTA, UNITS = range(3)
 """What a row of queries has, in one array: each array starts at a multiple of 1 KiB."""
-_PIECES_TOGETHER = 2 * HOPPER_SMS
-"""Of a group of heads, at least: two for each SM, since few long ones leave most SMs idle at the end."""
-_SHORT_TILES = 8
-_MANY_PIECES = 12 * HOPPER_SMS
-"""The rows and pieces for which an H200 was timed to be faster with groups that fit in its cache: bench/NOTES.md."""
 _FEW_TILES = 4
-_MANY_TILES = 64
-"""Of keys, from which on pieces are put in order where the mask tells their length in the call only."""
-_MOST_RANKED = 2048
-"""Pieces of a group of heads: each is compared with each."""
 _RESULT_PARTS = 2
 """Of dK and dV, by columns of 16 bits, that fit where as many columns of dQ do."""
-_PIECE_COST = 0.7
-"""Of what a piece of work takes besides its steps, in the time of one."""
-
-
-class Operands(NamedTuple):
-    """lse and delta are what the products start from: -delta, and -lse / scale (with a soft cap or a bias, -lse)."""
-
-    query: Float[Array, "B T N H"]
-    key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K V"]
-    d_out: Float[Array, "B T N V"]
-    lse: Float[Array, "B N T"]
-    delta: Float[Array, "B N T"]
-    units: Float[Array, "B N T"] | None
-    """How many of dQ's integers make 1; None where dQ is summed in floats."""
-    mask: RowMask | None
-    q_span: Int[Array, "B|1 J 2"] | None
-    logits: LogitOperands
-    broken_keys: Int[Array, "B K"] | None = None
-    """Whether a key or value of the head may be NaN or inf; None where none is hidden."""
-    broken_queries: Int[Array, "B N I"] | None = None
-    """Whether a query or output gradient of a tile may be; None where it may meet all weights, or was mended before."""
-    zeros: Int[Array, "B T N H"] | Float[Array, "B T N H"] | None = None
-    """For dQ to be added to; None where there are none yet."""
-
-
-def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array, tiles: Any = None) -> Inputs:
-    """Gradients of all inputs, in the inputs' dtypes; `tiles` of the class for the depth."""
-    p = problem
-    inputs, aux, out, lse = residuals
-    tiles = tuned.find(p, "backward") if tiles is None else tiles
-    if max(p.qk_dim, p.v_dim) > MAX_SHALLOW_DEPTH:
-        from fast_layers.ops.attention import hopper_bwd_deep
-
-        tiles, launch = (tiles or HopperDeepBackwardTiles.of(p)).for_call(p), hopper_bwd_deep.launch
-    else:
-        tiles, launch = (tiles or HopperBackwardTiles.of(p)).for_call(p), _launch
-    qk_dim, v_dim = padded_depth(p.qk_dim, tiles.depth_multiple), padded_depth(p.v_dim)
-    query = inputs.query
-    sees_none = lse == -jnp.inf
-    hides_queries = any(x is not None for x in (aux.mask.start, aux.mask.stop, aux.mask.dense)) or _band_misses_rows(p)
-    # A broken query shows in its lse, but through a soft cap; and a bias' gradient has a kernel that mends nothing.
-    in_kernel = launch is _launch and p.bias is None and p.softcap is None
-    if hides_queries and not in_kernel:
-        # Padding or documents. A hidden weight is 0, but 0 times NaN is NaN: so rows are made finite, and those that
-        # were not start from NaN below, which reaches the keys that they see and no others.
-        broken = ~(jnp.isfinite(query).all(-1) & jnp.isfinite(d_out).all(-1)).swapaxes(1, 2)
-        query = finite_or_zero(query)
-        d_out = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, finite_or_zero(d_out))
-        lse = jnp.where(broken & ~sees_none, jnp.nan, lse)
-    apart = tiles.d_query_apart
-    rows, measured = None, hopper_bwd_rows.Operands(out, d_out, inputs.key, inputs.value)
-    if apart:
-        delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
-    elif hopper_bwd_rows.takes(p, tiles.q_tile, qk_dim):
-        rows = over_batch(functools.partial(hopper_bwd_rows.row_sums, summed_dtype(p)))(p, measured)
-    else:
-        rows = hopper_bwd_rows.row_sums_by_xla(measured)
-    delta = delta if rows is None else rows.delta
-    broken_rows = ~(jnp.isfinite(lse) & jnp.isfinite(delta))
-    delta = jnp.where(sees_none, 0.0, delta - d_lse)
-    whole = round_up(p.q_len, tiles.q_tile)
-    # A row that sees nothing, or that does not exist, starts from -inf: its weights are 2^-inf = 0.
-    start = jnp.where(jnp.isfinite(delta) & (lse < jnp.inf), -lse / (p.scale if folds_lse(p) else 1.0), jnp.nan)
-    start = jnp.where(sees_none, -jnp.inf, start)
-    mask = RowMask.of(p, aux.mask, tiles.q_tile, tiles.kv_tile)
-    units, broken_keys = (None, None) if rows is None else hopper_bwd_units.row_units(p, aux.mask, rows, delta)
-    hides_keys = p.mask.band is not None or hides_queries or p.kv_len % tiles.kv_tile != 0
-    operands = Operands(
-        pad_for_tma(query, tiles.q_tile, qk_dim),
-        pad_for_tma(inputs.key, tiles.kv_tile, qk_dim),
-        pad_for_tma(inputs.value, tiles.kv_tile, v_dim),
-        pad_for_tma(d_out, tiles.q_tile, v_dim),
-        pad_axis(start, whole, 2, -jnp.inf),
-        pad_axis(-finite_or_zero(delta), whole, 2),
-        None if units is None or not p.reproducible else pad_axis(units, whole, 2, 1.0),
-        mask,
-        None if mask is None else _query_span(p, mask, tiles.q_tile, tiles.kv_tile),
-        LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile, keys_first=True),
-        broken_keys if hides_keys else None,
-        _some_of_tile(pad_axis(broken_rows, whole, 2), tiles.q_tile) if hides_queries and in_kernel else None,
-        None if rows is None else rows.d_query,
-    )
-    d_query, d_key, d_value = over_batch(functools.partial(launch, tiles), SHARED)(p, operands)
-    d_query = d_query[:, : p.q_len, :, : p.qk_dim]
-    if not apart:
-        # Integers know no NaN; a row that starts from NaN has one in every weight.
-        to_float = p.scale / units if p.reproducible and units is not None else p.scale
-        to_float = jnp.where(jnp.isnan(start), jnp.nan, to_float)
-        to_float = to_float.swapaxes(1, 2)[..., None]
-        d_query = (d_query.astype(jnp.float32) * to_float).astype(p.dtype)
-    return Inputs(
-        query=d_query,
-        key=d_key[:, : p.kv_len, :, : p.qk_dim],
-        value=d_value[:, : p.kv_len, :, : p.v_dim],
-        bias=None if inputs.bias is None else _bias_gradient(p, inputs, aux, operands),
-        sinks=None if inputs.sinks is None else sink_gradient(inputs.sinks, lse, delta),
-    )
-
-
-def folds_lse(p: Problem) -> bool:
-    """Whether lse is what the scores' product starts from; else it is subtracted later."""
-    return p.softcap is None and p.bias is None
-
-
-def _bias_gradient(p: Problem, inputs: Inputs, aux: Aux, operands: Operands) -> Array:
-    from fast_layers.ops.attention import hopper_bias_grad
-
-    return hopper_bias_grad.attend_grad(p, inputs, aux, operands._replace(zeros=None))
-
-
-def _band_misses_rows(p: Problem) -> bool:
-    """Whether the first rows stand before all keys of a band mask, or the last ones after all."""
-    band = p.mask.band
-    if band is None:
-        return False
-    before = band.high is not None and band.high < 0
-    return before or (band.low is not None and p.q_len - 1 + band.low >= p.kv_len)
-
-
-def _some_of_tile(rows: Bool[Array, "B N T"], q_tile: int) -> Int[Array, "B N I"]:
-    return rows.reshape(*rows.shape[:2], -1, q_tile).any(-1).astype(jnp.int32)
-
-
-def _query_span(p: Problem, mask: RowMask, q_tile: int, kv_tile: int) -> Int[Array, "B|1 J 2"]:
-    """The query tiles that each tile of keys visits."""
-    visits = KvRange.of(mask.start, mask.stop, q_tile).transpose(kv_tile, -(-p.kv_len // kv_tile))
-    return jnp.stack(visits, -1)
-
-
-def piece_order(pairs: int, kv_tiles: int, bytes_per_head: int, fits_first: bool = False) -> TileOrder:
-    """Longest pieces first among the heads of a group, of which the last must leave no SM waiting for long.
-
-    Or with `fits_first` among those whose queries and gradients fit in the cache together, and no more.
-    """
-    return TileOrder.of(pairs, kv_tiles, 1, bytes_per_head, 1 if fits_first else _PIECES_TOGETHER)
-
-
-def _fits_first(p: Problem, tiles: HopperBackwardTiles, kv_tiles: int) -> bool:
-    """Where all pieces are alike, and where short rows have the cache wait for memory and pieces are many."""
-    many = p.batch * p.kv_heads * kv_tiles >= _MANY_PIECES
-    short_and_deep = kv_tiles <= _SHORT_TILES and max(p.qk_dim, p.v_dim) > 64
-    return sees_all(p) or (known_before_the_call(p) and not tiles.blocks and short_and_deep and many)
-
-
-def _keeps_barriers(p: Problem, kv_tiles: int) -> bool:
-    """Whether a persistent grid was faster with the barriers that JAX puts around what goes to shared memory.
-
-    They are not needed: what the warps of a warpgroup leave for one another, or for a copy, stands before a commit, and
-    at the kernel's own barriers all of them arrive.
-    """
-    return sees_all(p) and max(p.qk_dim, p.v_dim) <= 64 and kv_tiles > _FEW_TILES
-
-
-def _steps(p: Problem, q_tile: int, order: TileOrder) -> np.ndarray:
-    """Of each piece, by the static band alone."""
-    band, k_start = p.mask.band, np.arange(order.tiles) * KV_TILE
-    first, last = np.zeros_like(k_start), np.full_like(k_start, p.q_len)
-    if band is not None and band.high is not None:
-        first = np.clip(k_start - band.high, 0, p.q_len)
-    if band is not None and band.low is not None:
-        last = np.clip(k_start + KV_TILE - band.low, 0, p.q_len)
-    steps = p.group * np.maximum(-(-last // q_tile) - first // q_tile, 0)
-    return steps[np.arange(order.total) % (order.group * order.tiles) // order.group]
-
-
-def _schedule(p: Problem, tiles: HopperBackwardTiles, order: TileOrder) -> np.ndarray | None:
-    """Which pieces each block of a persistent grid takes, as `deal` says it; None for one block a piece."""
-    if not 0 < tiles.blocks < order.total <= MOST_DEALT_PIECES or not known_before_the_call(p):
-        return None
-    steps = _steps(p, tiles.q_tile, order)
-    # With a piece without steps the keys before the last would be in use still.
-    return deal(steps + _PIECE_COST, tiles.blocks) if steps.min() > 0 else None
-
-
-def _longest_first(p: Problem, spans: Int[Array, "B|1 J 2"], order: TileOrder) -> Int[Array, " I"]:
-    """The pieces of each group of heads by their length, which the mask tells in the call only."""
-    size = order.group * order.tiles
-    index = np.arange(order.total, dtype=np.int32)
-    pair, kv_index = order.group * (index // size) + index % order.group, index % size // order.group
-    example = pair // p.kv_heads if spans.shape[0] > 1 else 0
-    steps = (spans[..., 1] - spans[..., 0])[example, kv_index].reshape(-1, size)
-    place = jnp.arange(size, dtype=jnp.int32)
-    longer, alike = steps[:, None, :] > steps[..., None], steps[:, None, :] == steps[..., None]
-    rank = (longer | (alike & (place < place[:, None]))).sum(-1, dtype=jnp.int32)
-    rank += np.arange(0, order.total, size, dtype=np.int32)[:, None]
-    return jnp.zeros(order.total, jnp.int32).at[rank.reshape(-1)].set(index, unique_indices=True)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
+def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     """(dQ, without the scale and as `as_summed` has it if made in the kernel, dK, dV), padded as the operands are."""
     query, key, value, zeros = operands.query, operands.key, operands.value, operands.zeros
     operands = operands._replace(zeros=None)
@@ -287,8 +84,6 @@ def _launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         d_key, d_value = (jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value))
         _run(tiles, p, operands, d_key, d_value, d_query=d_query)
         return d_query[...], d_key[...], d_value[...]
-    from fast_layers.ops.attention import hopper_bwd_apart
-
     left = LeftScores(p)
 
     def run(turn, results):
@@ -320,13 +115,14 @@ def _run(
     panel = qk_dim // panels
     bytes_per_head = p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
     pairs = p.batch * p.kv_heads if left is None else left.pairs
-    order = piece_order(pairs, kv_tiles, bytes_per_head, _fits_first(p, tiles, kv_tiles))
-    schedule = _schedule(p, tiles, order) if qk_dim == v_dim else None
+    fits_first = hopper_bwd_pieces.fits_first(p, tiles, kv_tiles)
+    order = hopper_bwd_pieces.piece_order(pairs, kv_tiles, bytes_per_head, fits_first)
+    schedule = hopper_bwd_pieces.schedule(p, tiles, order) if qk_dim == v_dim else None
     persistent = schedule is not None
     keeps_barriers = not persistent or _keeps_barriers(p, kv_tiles)
     with_units = operands.units is not None
-    if operands.q_span is not None and kv_tiles >= _MANY_TILES and order.group * order.tiles <= _MOST_RANKED:
-        schedule = _longest_first(p, operands.q_span, order)
+    if operands.q_span is not None and hopper_bwd_pieces.ranks(order):
+        schedule = hopper_bwd_pieces.longest_first(p, operands.q_span, order)
     given = operands, None if schedule is None else jnp.asarray(schedule), turn
     written = d_key_ref, d_value_ref, *([d_query] if lags else [])
     arrays, tree = jax.tree.flatten(given)
@@ -345,7 +141,7 @@ def _run(
         s = _Scratch(**scratch)
 
         first_pair = jnp.int32(0) if left is None else left.first_pair(turn_ref)
-        piece_of = functools.partial(_Piece.of, p, tiles, order, mask, inputs, first_pair)
+        piece_of = functools.partial(Piece.of, p, tiles, order, mask, inputs, first_pair)
 
         def each_piece(role, before):
             """The last `before = role(piece, turn, before)`, from what `before` makes; `turn` counts the pieces."""
@@ -373,7 +169,7 @@ def _run(
             plgpu.set_max_registers(240, action="increase")
             own = pl.ds(warpgroup * ROWS, ROWS)
 
-            def gradients(piece: _Piece, turn, before: _Before):
+            def gradients(piece: Piece, turn, before: _Before):
                 keys = pl.ds(piece.kv_index * KV_TILE + warpgroup * ROWS, ROWS)
                 before, d_key, d_value = compute(
                     inputs, s, mask, logits, last_ref, piece, turn, before, keys.start, warpgroup
@@ -386,7 +182,7 @@ def _run(
                 (send_through_sums if persistent else send_through_inputs)(piece, keys, d_key, d_value)
                 return before
 
-            def send_through_inputs(piece: _Piece, keys, d_key, d_value):
+            def send_through_inputs(piece: Piece, keys, d_key, d_value):
                 if lags:
                     # Keys that both warpgroups have used for dQ.
                     plgpu.barrier_arrive(s.keys_left)
@@ -400,7 +196,7 @@ def _run(
                     plgpu.copy_smem_to_gmem(s.k_slots.at[0, i, own], to)
                 plgpu.copy_smem_to_gmem(s.v_slot.at[warpgroup], d_value_ref.at[piece.example, keys, piece.kv_head])
 
-            def send_through_sums(piece: _Piece, keys, d_key, d_value):
+            def send_through_sums(piece: Piece, keys, d_key, d_value):
                 plgpu.barrier_arrive(s.kv_consumed)
                 both = (d_value_ref, d_value), (d_key_ref, d_key)
                 parts = [(to, i * panel, x[:, i * panel : (i + 1) * panel]) for to, x in both for i in range(panels)]
@@ -430,7 +226,7 @@ def _run(
                 last_d_query(s, last_ref, before, warpgroup)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def load(inputs: Any, s: _Scratch, piece: _Piece, turn, steps):
+    def load(inputs: Any, s: _Scratch, piece: Piece, turn, steps):
         example, kv_head, k_start = piece.example, piece.kv_head, piece.kv_index * KV_TILE
 
         def load_keys():
@@ -477,7 +273,7 @@ def _run(
         mask: TileMask,
         logits: TileLogits,
         last_ref,
-        piece: _Piece,
+        piece: Piece,
         turn,
         before: _Before,
         k_start,
@@ -720,86 +516,13 @@ def _run(
     )(*arrays, *written)
 
 
-class _Piece(NamedTuple):
-    """The work on one tile of keys: its query tiles, for each query head of the group.
+def _keeps_barriers(p: Problem, kv_tiles: int) -> bool:
+    """Whether a persistent grid was faster with the barriers that JAX puts around what goes to shared memory.
 
-    With `ragged_apart` those that the mask cuts through come before the `full` ones of their head.
+    They are not needed: what the warps of a warpgroup leave for one another, or for a copy, stands before a commit, and
+    at the kernel's own barriers all of them arrive.
     """
-
-    problem: Problem
-    mask: TileMask
-    ragged_apart: bool
-    pair: Any
-    """Of an example and a key/value head, within a group."""
-    example: Any
-    kv_head: Any
-    kv_index: Any
-    first: Any
-    last: Any
-    full: tuple[Any, Any]
-    start: Any
-    """The query tile that comes first, before those behind it and then those before it."""
-
-    @classmethod
-    def of(
-        cls,
-        p: Problem,
-        tiles: HopperBackwardTiles,
-        order: TileOrder,
-        mask: TileMask,
-        inputs: Any,
-        first_pair: Any,
-        index: Any,
-    ) -> _Piece:
-        pair, kv_index = order.locate(index)
-        example, kv_head = lax.div(first_pair + pair, p.kv_heads), lax.rem(first_pair + pair, p.kv_heads)
-        first, last = mask.query_span(example, kv_index, inputs.q_span)
-        if tiles.d_query_apart:
-            # dS is read by whole tiles.
-            halves = TILE // tiles.q_tile
-            first, last = lax.div(first, halves) * halves, lax.div(last + (halves - 1), halves) * halves
-        apart, full = tiles.ragged_apart and mask.hides and mask.is_band, (last, last)
-        if apart:
-            full_first, full_last = mask.full_queries(kv_index * KV_TILE, KV_TILE)
-            full = jnp.clip(full_first, first, last), jnp.clip(full_last, first, last)
-        # Pieces that are all at the same queries would add to the same rows of dQ at once. A mask keeps them apart.
-        start = lax.div(kv_index * last, order.tiles) if sees_all(p) else first
-        return cls(p, mask, apart, pair, example, kv_head, kv_index, first, last, full, start)
-
-    @property
-    def first_head(self) -> Any:
-        return self.kv_head * self.problem.group
-
-    @property
-    def steps(self) -> Any:
-        return (self.last - self.first) * self.problem.group
-
-    def each_query_tile(self, role: Callable[..., Any], state: Any) -> Any:
-        """The last `state = role(head, q_index, state, hides)`; `hides`: whether the mask may hide some scores."""
-
-        def some(head, begin, end, hides, place, state):
-            return lax.fori_loop(begin, end, lambda i, state: role(head, place(i), state, hides), state)
-
-        def of_head(head, state):
-            if not self.ragged_apart:
-                return some(head, self.first, self.last, self.mask.hides, self._from_start, state)
-            # A branch between products would keep ptxas from overlapping them.
-            full_first, full_last = self.full
-            fulls, after_fulls = full_last - full_first, self.mask.low is not None
-            ragged = (lambda i: i + jnp.where(i < full_first, 0, fulls)) if after_fulls else lambda i: i
-            state = some(head, self.first, self.last - fulls, True, ragged, state)
-            return some(head, full_first, full_last, False, lambda i: i, state)
-
-        if self.problem.group == 1:
-            return of_head(self.first_head, state)
-        heads = self.first_head, self.first_head + self.problem.group
-        return lax.fori_loop(*heads, of_head, state)
-
-    def _from_start(self, i: Any) -> Any:
-        if not sees_all(self.problem):
-            return i
-        i += self.start
-        return jnp.where(i < self.last, i, i - self.last)
+    return sees_all(p) and max(p.qk_dim, p.v_dim) <= 64 and kv_tiles > _FEW_TILES
 
 
 class _Before(NamedTuple):
@@ -811,27 +534,6 @@ class _Before(NamedTuple):
     q_index: Any = None
     k_index: Any = None
     units: Any = None
-
-
-def summed_dtype(p: Problem) -> Any:
-    """Of dQ, while blocks add to it."""
-    return jnp.int32 if p.reproducible else jnp.float32
-
-
-def as_summed(d_query: Float[Array, "t c"], units: Float[Array, " t"] | None) -> Array:
-    return d_query if units is None else nearest_integers(d_query, lax.broadcast_in_dim(units, d_query.shape, [0]))
-
-
-def make_finite(tile: Any) -> None:
-    """Zeros in place of NaN and inf, one column of swizzled tiles at a time, to spare registers and code."""
-    columns = swizzled_columns(tile.shape[1], tile.dtype)
-
-    def mend(i, _):
-        part = tile.at[:, pl.ds(i * columns, columns)]
-        x = plgpu.load(part, layout=WGMMA, optimized=False)
-        part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros_like(x))
-
-    lax.fori_loop(0, tile.shape[1] // columns, mend, None)
 
 
 class _Scratch(NamedTuple):

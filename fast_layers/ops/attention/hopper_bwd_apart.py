@@ -27,9 +27,9 @@ from jaxtyping import Array, Float, Int
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder, deal
 from fast_layers.ops.attention.config import HOPPER_SMS
-from fast_layers.ops.attention.hopper_bwd import make_finite
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.hopper_grad_parts import make_finite
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_mask import TileMask
 

@@ -51,7 +51,9 @@ from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention.config import HOPPER_SMS, HopperDeepBackwardTiles, sees_all
-from fast_layers.ops.attention.hopper_bwd import (
+from fast_layers.ops.attention.hopper_bwd_scores import LeftScores
+from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.hopper_grad_parts import (
     BY_QUERY,
     BY_ROW,
     Operands,
@@ -60,8 +62,6 @@ from fast_layers.ops.attention.hopper_bwd import (
     make_finite,
     summed_dtype,
 )
-from fast_layers.ops.attention.hopper_bwd_scores import LeftScores
-from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, TileMask

@@ -28,10 +28,10 @@ from jaxtyping import Array, Float, Int
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import snake, turns
 from fast_layers.ops.attention.config import HOPPER_SMS, sees_all
-from fast_layers.ops.attention.hopper_bwd import make_finite
 from fast_layers.ops.attention.hopper_bwd_deep_scores import part_of_scores
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.hopper_grad_parts import make_finite
 
 WARPGROUPS = TILE // ROWS
 COLUMNS = 64

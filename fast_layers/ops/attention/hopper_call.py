@@ -31,6 +31,6 @@ def forward(problem: Problem, inputs: Inputs, aux: Aux):
 
 def backward(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array) -> Inputs:
     """Gradients of all inputs, in the inputs' dtypes."""
-    from fast_layers.ops.attention import hopper_bwd
+    from fast_layers.ops.attention import hopper_bwd_call
 
-    return hopper_bwd.attend_grad(problem, residuals, d_out, d_lse)
+    return hopper_bwd_call.attend_grad(problem, residuals, d_out, d_lse)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fast_layers.ops.attention import api, hopper_bwd, hopper_bwd_units
+from fast_layers.ops.attention import api, hopper_bwd_pieces, hopper_bwd_units
 from fast_layers.ops.attention.config import HOPPER_SMS, HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_rows import Operands, row_sums_by_xla
 from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
@@ -82,9 +82,9 @@ def test_groups_of_heads_fit_in_the_cache_where_rows_are_short_and_pieces_many_o
 
     jax.eval_shape(call, jax.ShapeDtypeStruct((batch, length, 16, 128), jnp.bfloat16))
     (problem,), kv_tiles = problems, length // 128
-    assert hopper_bwd._fits_first(problem, HopperBackwardTiles(64), kv_tiles) == fits
-    assert hopper_bwd._fits_first(problem, HopperBackwardTiles(64, blocks=HOPPER_SMS), kv_tiles) == (not causal)
-    group = hopper_bwd.piece_order(batch * 16, kv_tiles, length * 1536, fits).group
+    assert hopper_bwd_pieces.fits_first(problem, HopperBackwardTiles(64), kv_tiles) == fits
+    assert hopper_bwd_pieces.fits_first(problem, HopperBackwardTiles(64, blocks=HOPPER_SMS), kv_tiles) == (not causal)
+    group = hopper_bwd_pieces.piece_order(batch * 16, kv_tiles, length * 1536, fits).group
     assert (group * kv_tiles < 2 * HOPPER_SMS) == (fits or batch * 16 * kv_tiles < 2 * HOPPER_SMS)
 
 
@@ -100,8 +100,8 @@ def test_pieces_are_dealt_out_by_the_steps_that_they_take(queries, keys, window)
 
     jax.eval_shape(call, *(jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16) for length in (queries, keys)))
     (problem,), kv_tiles = problems, -(-keys // 128)
-    order = hopper_bwd.piece_order(2, kv_tiles, 1)
+    order = hopper_bwd_pieces.piece_order(2, kv_tiles, 1)
     mask = TileMask(problem, 128, 128, None, TileLogits(problem, LogitOperands(None, None, None)))
-    for index, steps in enumerate(hopper_bwd._steps(problem, 128, order)):
+    for index, steps in enumerate(hopper_bwd_pieces.steps_of_each(problem, 128, order)):
         first, last = mask.query_span(0, order.locate(jnp.int32(index))[1], None)
         assert steps == last - first

@@ -11,7 +11,7 @@ import pytest
 
 from fast_layers.kernel_parts import tile_order
 from fast_layers.kernel_parts.tile_order import TileOrder, deal_in_turns
-from fast_layers.ops.attention import api, hopper_bwd
+from fast_layers.ops.attention import api, hopper_bwd_pieces
 from fast_layers.ops.attention.config import HOPPER_SMS, HopperForwardTiles
 from fast_layers.ops.attention.forward_parts import Work
 from fast_layers.ops.attention.kernel_operands import RowMask
@@ -122,7 +122,7 @@ def test_pieces_of_a_group_are_taken_longest_first(examples):
     first = np.random.default_rng(0).integers(0, 4, (examples, 5))
     spans = np.stack([first, first + [[3, 1, 3, 7, 2]] + np.arange(examples)[:, None] % 2], -1)
     p = types.SimpleNamespace(kv_heads=2)
-    got = np.asarray(hopper_bwd._longest_first(cast(Any, p), jnp.asarray(spans), order))
+    got = np.asarray(hopper_bwd_pieces.longest_first(cast(Any, p), jnp.asarray(spans), order))
 
     def length(piece):
         head, kv_index = order.locate(int(piece))

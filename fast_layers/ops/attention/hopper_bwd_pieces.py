@@ -1,0 +1,178 @@
+"""The pieces of work of attention's backward for Hopper at depths up to 128: one for each tile of keys.
+
+In which order blocks take them, and which query tiles each goes through.
+
+Axis letters: B batch; I pieces, J tiles of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from fast_layers.kernel_parts.tile_order import TileOrder, deal
+from fast_layers.ops.attention.config import (
+    HOPPER_SMS,
+    MOST_DEALT_PIECES,
+    HopperBackwardTiles,
+    known_before_the_call,
+    sees_all,
+)
+from fast_layers.ops.attention.hopper_bwd_scores import TILE
+from fast_layers.ops.attention.problem import Problem
+from fast_layers.ops.attention.tile_mask import TileMask
+
+KV_TILE = HopperBackwardTiles.kv_tile
+_PIECES_TOGETHER = 2 * HOPPER_SMS
+"""Of a group of heads, at least: two for each SM, since few long ones leave most SMs idle at the end."""
+_SHORT_TILES = 8
+_MANY_PIECES = 12 * HOPPER_SMS
+"""The rows and pieces for which an H200 was timed to be faster with groups that fit in its cache: bench/NOTES.md."""
+_MANY_TILES = 64
+"""Of keys, from which on pieces are put in order where the mask tells their length in the call only."""
+_MOST_RANKED = 2048
+"""Pieces of a group of heads: each is compared with each."""
+_PIECE_COST = 0.7
+"""Of what a piece of work takes besides its steps, in the time of one."""
+
+
+def piece_order(pairs: int, kv_tiles: int, bytes_per_head: int, fits_first: bool = False) -> TileOrder:
+    """Longest pieces first among the heads of a group, of which the last must leave no SM waiting for long.
+
+    Or with `fits_first` among those whose queries and gradients fit in the cache together, and no more.
+    """
+    return TileOrder.of(pairs, kv_tiles, 1, bytes_per_head, 1 if fits_first else _PIECES_TOGETHER)
+
+
+def fits_first(p: Problem, tiles: HopperBackwardTiles, kv_tiles: int) -> bool:
+    """Where all pieces are alike, and where short rows have the cache wait for memory and pieces are many."""
+    many = p.batch * p.kv_heads * kv_tiles >= _MANY_PIECES
+    short_and_deep = kv_tiles <= _SHORT_TILES and max(p.qk_dim, p.v_dim) > 64
+    return sees_all(p) or (known_before_the_call(p) and not tiles.blocks and short_and_deep and many)
+
+
+def steps_of_each(p: Problem, q_tile: int, order: TileOrder) -> np.ndarray:
+    """Of each piece, by the static band alone."""
+    band, k_start = p.mask.band, np.arange(order.tiles) * KV_TILE
+    first, last = np.zeros_like(k_start), np.full_like(k_start, p.q_len)
+    if band is not None and band.high is not None:
+        first = np.clip(k_start - band.high, 0, p.q_len)
+    if band is not None and band.low is not None:
+        last = np.clip(k_start + KV_TILE - band.low, 0, p.q_len)
+    steps = p.group * np.maximum(-(-last // q_tile) - first // q_tile, 0)
+    return steps[np.arange(order.total) % (order.group * order.tiles) // order.group]
+
+
+def schedule(p: Problem, tiles: HopperBackwardTiles, order: TileOrder) -> np.ndarray | None:
+    """Which pieces each block of a persistent grid takes, as `deal` says it; None for one block a piece."""
+    if not 0 < tiles.blocks < order.total <= MOST_DEALT_PIECES or not known_before_the_call(p):
+        return None
+    steps = steps_of_each(p, tiles.q_tile, order)
+    # With a piece without steps the keys before the last would be in use still.
+    return deal(steps + _PIECE_COST, tiles.blocks) if steps.min() > 0 else None
+
+
+def ranks(order: TileOrder) -> bool:
+    """Whether pieces are put in order by their length, `longest_first`."""
+    return order.tiles >= _MANY_TILES and order.group * order.tiles <= _MOST_RANKED
+
+
+def longest_first(p: Problem, spans: Int[Array, "B|1 J 2"], order: TileOrder) -> Int[Array, " I"]:
+    """The pieces of each group of heads by their length, which the mask tells in the call only."""
+    size = order.group * order.tiles
+    index = np.arange(order.total, dtype=np.int32)
+    pair, kv_index = order.group * (index // size) + index % order.group, index % size // order.group
+    example = pair // p.kv_heads if spans.shape[0] > 1 else 0
+    steps = (spans[..., 1] - spans[..., 0])[example, kv_index].reshape(-1, size)
+    place = jnp.arange(size, dtype=jnp.int32)
+    longer, alike = steps[:, None, :] > steps[..., None], steps[:, None, :] == steps[..., None]
+    rank = (longer | (alike & (place < place[:, None]))).sum(-1, dtype=jnp.int32)
+    rank += np.arange(0, order.total, size, dtype=np.int32)[:, None]
+    return jnp.zeros(order.total, jnp.int32).at[rank.reshape(-1)].set(index, unique_indices=True)
+
+
+class Piece(NamedTuple):
+    """The work on one tile of keys: its query tiles, for each query head of the group.
+
+    With `ragged_apart` those that the mask cuts through come before the `full` ones of their head.
+    """
+
+    problem: Problem
+    mask: TileMask
+    ragged_apart: bool
+    pair: Any
+    """Of an example and a key/value head, within a group."""
+    example: Any
+    kv_head: Any
+    kv_index: Any
+    first: Any
+    last: Any
+    full: tuple[Any, Any]
+    start: Any
+    """The query tile that comes first, before those behind it and then those before it."""
+
+    @classmethod
+    def of(
+        cls,
+        p: Problem,
+        tiles: HopperBackwardTiles,
+        order: TileOrder,
+        mask: TileMask,
+        inputs: Any,
+        first_pair: Any,
+        index: Any,
+    ) -> Piece:
+        pair, kv_index = order.locate(index)
+        example, kv_head = lax.div(first_pair + pair, p.kv_heads), lax.rem(first_pair + pair, p.kv_heads)
+        first, last = mask.query_span(example, kv_index, inputs.q_span)
+        if tiles.d_query_apart:
+            # dS is read by whole tiles.
+            halves = TILE // tiles.q_tile
+            first, last = lax.div(first, halves) * halves, lax.div(last + (halves - 1), halves) * halves
+        apart, full = tiles.ragged_apart and mask.hides and mask.is_band, (last, last)
+        if apart:
+            full_first, full_last = mask.full_queries(kv_index * KV_TILE, KV_TILE)
+            full = jnp.clip(full_first, first, last), jnp.clip(full_last, first, last)
+        # Pieces that are all at the same queries would add to the same rows of dQ at once. A mask keeps them apart.
+        start = lax.div(kv_index * last, order.tiles) if sees_all(p) else first
+        return cls(p, mask, apart, pair, example, kv_head, kv_index, first, last, full, start)
+
+    @property
+    def first_head(self) -> Any:
+        return self.kv_head * self.problem.group
+
+    @property
+    def steps(self) -> Any:
+        return (self.last - self.first) * self.problem.group
+
+    def each_query_tile(self, role: Callable[..., Any], state: Any) -> Any:
+        """The last `state = role(head, q_index, state, hides)`; `hides`: whether the mask may hide some scores."""
+
+        def some(head, begin, end, hides, place, state):
+            return lax.fori_loop(begin, end, lambda i, state: role(head, place(i), state, hides), state)
+
+        def of_head(head, state):
+            if not self.ragged_apart:
+                return some(head, self.first, self.last, self.mask.hides, self._from_start, state)
+            # A branch between products would keep ptxas from overlapping them.
+            full_first, full_last = self.full
+            fulls, after_fulls = full_last - full_first, self.mask.low is not None
+            ragged = (lambda i: i + jnp.where(i < full_first, 0, fulls)) if after_fulls else lambda i: i
+            state = some(head, self.first, self.last - fulls, True, ragged, state)
+            return some(head, full_first, full_last, False, lambda i: i, state)
+
+        if self.problem.group == 1:
+            return of_head(self.first_head, state)
+        heads = self.first_head, self.first_head + self.problem.group
+        return lax.fori_loop(*heads, of_head, state)
+
+    def _from_start(self, i: Any) -> Any:
+        if not sees_all(self.problem):
+            return i
+        i += self.start
+        return jnp.where(i < self.last, i, i - self.last)
