@@ -3,10 +3,10 @@
     python -m bench attention --quick --out bench/results/h200
     uv run bench/attention.py --out bench/results/cpu/attention.json
 
-Everything that the machine has takes part (see `bench/peers.py`), the peers taking turns so that drift hits all
-alike; the median counts. fast_layers runs twice (the second as "again"): their distance is the noise of the run.
-Inputs are random normal; where they would fit the cache there are several sets. A peer that cannot run a case is
-listed with its reason, one whose values lie off the others' is marked and not counted. `--out` is a folder for
+Everything that the machine has takes part (see `bench/peers.py`), the peers taking turns there and back so that drift
+and heat hit all alike; the median counts. fast_layers runs twice (the second as "again"): their distance is the noise
+of the run. Inputs are random normal; where they would fit the cache there are several sets. A peer that cannot run a
+case is listed with its reason, one whose values lie off the others' is marked and not counted. `--out` is a folder for
 attention.json, bars.png and roofline.png, or the name of the JSON file; it is rewritten after each cell.
 """
 
@@ -144,13 +144,13 @@ def measure_cell(
             check_device(row)
             continue
         contenders[peer.name], row.distance = entered
-    for turn in range(rounds):
-        for name, contender in contenders.items():
-            if rows[name].refused or (turn and (contender.slow or clock.left <= 0)):
-                continue
-            _, rows[name].refused = attempt(contender.measure)
-            if rows[name].refused:
-                check_device(rows[name])
+    for name in timing.turns_of(list(contenders), rounds):
+        contender = contenders[name]
+        if rows[name].refused or (contender.taken and (contender.slow or clock.left <= 0)):
+            continue
+        _, rows[name].refused = attempt(contender.measure)
+        if rows[name].refused:
+            check_device(rows[name])
     for name, contender in contenders.items():
         if contender.taken and not rows[name].refused:
             rows[name].time(contender.taken)
@@ -188,7 +188,7 @@ def run(
     report: Report,
     *,
     passes: Sequence[str] = ("forward", "backward", "forward+backward"),
-    rounds: int = 3,
+    rounds: int = 4,
     jobs: int = 1,
     clock: Clock | None = None,
     say: Callable[[str], None] = print,
@@ -239,7 +239,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="folder for the JSON and the pictures, or the JSON's own name")
     parser.add_argument("--time-limit", type=float, help="seconds after which to stop and write what there is")
-    parser.add_argument("--repeats", type=int, help="rounds of turns (default 3; on CPU 5)")
+    parser.add_argument("--repeats", type=int, help="rounds of turns, there and back (default 4)")
     parser.add_argument("--jobs", type=int, help="threads that compile (default: the cores, at most 16)")
     parser.add_argument("--tune-tokamax", action="store_true", help="let tokamax tune itself per shape: minutes more")
     parser.add_argument("--depth", type=int, default=64, help="head dim of cases such as 4096x8")
@@ -291,7 +291,7 @@ def main(argv: list[str] | None = None) -> None:
         peers,
         report,
         passes=args.passes,
-        rounds=args.repeats or (3 if gpu else 5),
+        rounds=args.repeats or 4,
         jobs=jobs,
         clock=clock,
     )

@@ -27,7 +27,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -309,14 +309,6 @@ class _Row(jax.stages.Wrapped):
     lower = trace
 
 
-def turns_of(names: Sequence[str], turns: int) -> Iterator[str]:
-    """Each once in a turn; turns go forwards and backwards, and begin with another from pair to pair."""
-    for turn in range(turns):
-        first = turn // 2 % len(names)
-        order = [*names[first:], *names[:first]]
-        yield from order if turn % 2 == 0 else reversed(order)
-
-
 def seconds_in_one_row(calls: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, list[float]]:
     """On the device, by CUPTI: so many single calls of each. Raises RuntimeError where it cannot tell them apart."""
 
@@ -325,7 +317,7 @@ def seconds_in_one_row(calls: Mapping[str, Callable[[], Any]], turns: int) -> di
         return found or []
 
     alone = {name: [kernel for kernel, _ in kernels([call])] for name, call in calls.items()}
-    order = list(turns_of(list(calls), turns))
+    order = list(timing.turns_of(list(calls), turns))
     remaining = iter(kernels([calls[name] for name in order]))
     found: dict[str, list[float]] = {name: [] for name in calls}
     for name in order:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -93,6 +93,14 @@ class Stopwatch:
             out = call(*arguments)
         jax.block_until_ready(out)
         return (time.perf_counter() - start) / calls
+
+
+def turns_of(names: Sequence[str], turns: int) -> Iterator[str]:
+    """Each once in a turn; turns go forwards and backwards, and begin with another from pair to pair."""
+    for turn in range(turns if names else 0):
+        first = turn // 2 % len(names)
+        order = [*names[first:], *names[:first]]
+        yield from order if turn % 2 == 0 else reversed(order)
 
 
 def torch_seconds(
