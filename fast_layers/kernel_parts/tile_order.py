@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,17 @@ def deal_in_turns(groups: int, pieces: int, blocks: int) -> np.ndarray:
     for row, mine in zip(schedule, taken, strict=True):
         row[: len(mine) + 1] = len(mine), *mine
     return schedule
+
+
+def each_dealt(schedule: Any, block: Any, role: Callable[[Any, Any, Any], Any], state: Any) -> Any:
+    """In a kernel: the last `state = role(turn, piece, state)` of what `schedule`, as `deal` says it, gives a block."""
+
+    def take(i, carry):
+        piece, state = carry
+        following = schedule[block, i + 2]  # loaded long before it is needed
+        return following, role(i, piece, state)
+
+    return lax.fori_loop(0, schedule[block, 0], take, (schedule[block, 1], state))[1]
 
 
 def snake(turn: Any, block: Any, blocks: int) -> Any:

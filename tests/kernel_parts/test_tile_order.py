@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from fast_layers.kernel_parts.tile_order import L2_BUDGET_BYTES, TileOrder, deal, deal_in_turns, snake, turns
+from fast_layers.kernel_parts.tile_order import (
+    L2_BUDGET_BYTES,
+    TileOrder,
+    deal,
+    deal_in_turns,
+    each_dealt,
+    snake,
+    turns,
+)
 
 
 @st.composite
@@ -84,6 +92,14 @@ def test_a_deal_gives_each_piece_once_to_who_is_free_first(durations, blocks):
     assert schedule.shape[1] == max(map(len, shares)) + 2  # a block reads one ahead
     longest = max(sum(durations[piece] for piece in share) for share in shares)
     assert longest <= sum(durations) / blocks + max(durations) + 1e-6
+
+
+def test_a_block_goes_through_what_it_was_dealt():
+    schedule = deal([3.0, 1.0, 1.0, 5.0], 3)
+    for block, (count, *pieces) in enumerate(schedule.tolist()):
+        nothing = jnp.full(3, -1, jnp.int32)
+        taken = each_dealt(jnp.asarray(schedule), block, lambda turn, piece, taken: taken.at[turn].set(piece), nothing)
+        assert taken.tolist() == pieces[:count] + [-1] * (3 - count)
 
 
 @hypothesis.given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 12))

@@ -22,9 +22,12 @@ from fast_layers.ops.attention import (
     forward_parts,
     hopper_bias_grad,
     hopper_bwd,
+    hopper_bwd_apart,
     hopper_bwd_deep,
+    hopper_bwd_deep_query,
     hopper_bwd_rows,
     hopper_call,
+    hopper_d_query_parts,
     hopper_fwd,
 )
 from fast_layers.testing import ParityTable, Simulation, check_parity, simulate
@@ -186,10 +189,19 @@ def _whole(ref: Any) -> Any:
     return ref
 
 
+SHARED_PARTS = {
+    hopper_fwd: (forward_parts,),
+    hopper_bwd_apart: (hopper_d_query_parts,),
+    hopper_bwd_deep_query: (hopper_d_query_parts,),
+}
+"""The modules that have some of a kernel's events."""
+
+
 @contextlib.contextmanager
 def changed(module: Any, stand_in: StandIn, *patches: tuple[Any, str, Any]) -> Iterator[StandIn]:
-    scratch = (module, "_Scratch", stand_in.recording(module._Scratch))
-    shared = ((forward_parts, "plgpu", stand_in),) if module is hopper_fwd else ()
+    name = "_Scratch" if hasattr(module, "_Scratch") else "Scratch"
+    scratch = module, name, stand_in.recording(getattr(module, name))
+    shared = [(part, "plgpu", stand_in) for part in SHARED_PARTS.get(module, ())]
     with patched((module, "plgpu", stand_in), *shared, scratch, *patches):
         yield stand_in
 

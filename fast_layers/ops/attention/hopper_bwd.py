@@ -47,10 +47,11 @@ from jaxtyping import Array, Int
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tanh import tanh
+from fast_layers.kernel_parts.tile_order import each_dealt
 from fast_layers.ops.attention import hopper_bwd_apart, hopper_bwd_pieces
 from fast_layers.ops.attention.config import HopperBackwardTiles, sees_all
 from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE, Piece
-from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
+from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores, gradients
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_grad_parts import (
     BY_QUERY,
@@ -84,14 +85,12 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         d_key, d_value = (jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value))
         _run(tiles, p, operands, d_key, d_value, d_query=d_query)
         return d_query[...], d_key[...], d_value[...]
-    left = LeftScores(p)
 
-    def run(turn, results):
-        d_query, d_key, d_value = results
-        (d_scores,) = _run(tiles, p, operands, d_key, d_value, left=left, turn=turn)
-        hopper_bwd_apart.d_query(left, d_scores, key, turn, d_query)
+    def leave(left, operands, turn, d_key_ref, d_value_ref):
+        (d_scores,) = _run(tiles, p, operands, d_key_ref, d_value_ref, left=left, turn=turn)
+        return d_scores
 
-    return left.in_groups(run, query, key, value)
+    return gradients(p, operands, leave, hopper_bwd_apart.d_query)
 
 
 def _run(
@@ -149,15 +148,11 @@ def _run(
                 piece = piece_of(block if schedule_ref is None else schedule_ref[block])
                 return role(piece, jnp.int32(0), before(piece))
 
-            def take(i, carry):
-                index, turn, before = carry
-                following = schedule_ref[block, i + 2]  # loaded long before it is needed
-                piece = piece_of(index)
-                before = role(piece, turn, before)
-                return following, turn + 1, before
+            def take(_, index, state):
+                turn, before = state
+                return turn + 1, role(piece_of(index), turn, before)
 
-            carry = schedule_ref[block, 1], jnp.int32(0), before(None)
-            return lax.fori_loop(0, schedule_ref[block, 0], take, carry)[2]
+            return each_dealt(schedule_ref, block, take, (jnp.int32(0), before(None)))[1]
 
         @pl.when(warpgroup == WARPGROUPS)
         def _load():

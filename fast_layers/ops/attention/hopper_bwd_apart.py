@@ -14,7 +14,7 @@ The blocks are persistent, so that the next tile loads meanwhile. Each row is su
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,30 +24,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from fast_layers.kernel_parts.smem_tile import smem_tile
-from fast_layers.kernel_parts.tile_order import TileOrder, deal
+from fast_layers.kernel_parts.tile_order import TileOrder, deal, each_dealt
 from fast_layers.ops.attention.config import HOPPER_SMS
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.hopper_d_query_parts import (
+    FREEING,
+    STAGES,
+    WARPGROUPS,
+    Scratch,
+    exchange_mended_keys,
+    scratch_types,
+    send,
+)
 from fast_layers.ops.attention.hopper_grad_parts import make_finite
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_mask import TileMask
 
-WARPGROUPS = TILE // ROWS
-_STAGES = 3
 _IDLE_FOR_PAGES = 0.03
 """Heads are as few at a time as let the last block end so little late: what neighbours read lies near then."""
 _PIECE_COST = 1.0
 """Of what a tile of queries takes besides its tiles of keys, in the time of one."""
-
-
-class _Scratch(NamedTuple):
-    score_slots: Any
-    key_slots: Any
-    result_slots: Any
-    ready: Any
-    consumed: Any
-    keys_mended: Any
 
 
 def _tiles_seen(p: Problem, q_index: np.ndarray) -> np.ndarray:
@@ -99,21 +96,19 @@ def d_query(
     def attention_backward_query(*refs, **scratch):
         d_scores_ref, key_ref, schedule_ref, turn_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         d_query_ref = refs[tree.num_leaves]
-        s = _Scratch(**scratch)
+        s = Scratch(**scratch)
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         first_head = left.first_pair(turn_ref) * p.group
 
         def each_tile(role, state):
             """The last `state = role(head within the group, q_index, its tiles of keys, state)`."""
 
-            def take(i, carry):
-                index, state = carry
-                following = schedule_ref[block, i + 2]  # loaded long before it is needed
+            def take(_, index, state):
                 head, tiles_after = order.locate(index)
                 q_index = q_tiles - 1 - tiles_after
-                return following, role(head, q_index, mask.key_span(0, q_index), state)
+                return role(head, q_index, mask.key_span(0, q_index), state)
 
-            return lax.fori_loop(0, schedule_ref[block, 0], take, (schedule_ref[block, 1], state))[1]
+            return each_dealt(schedule_ref, block, take, state)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _load():
@@ -124,8 +119,8 @@ def d_query(
                 kv_head = lax.div(lax.rem(first_head + head, p.heads), p.group)
 
                 def tile(j, step):
-                    slot, keys = lax.rem(step, _STAGES), pl.ds(j * TILE, TILE)
-                    pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(s.consumed.at[slot]))
+                    slot, keys = lax.rem(step, STAGES), pl.ds(j * TILE, TILE)
+                    pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(s.consumed.at[slot]))
                     for i in range(WARPGROUPS):
                         part = d_scores_ref.at[WARPGROUPS * (left.row(head, j) + q_index) + i]
                         plgpu.copy_gmem_to_smem(part, s.score_slots.at[slot, i], s.ready.at[slot])
@@ -143,7 +138,7 @@ def d_query(
             def multiply(head, q_index, span, step):
                 def over_keys(acc):
                     def tile(j, step):
-                        slot = lax.rem(step, _STAGES)
+                        slot = lax.rem(step, STAGES)
                         plgpu.barrier_wait(s.ready.at[slot])
                         if mask.hides:
                             pl.when(span.ragged(j))(lambda: mend(slot))
@@ -156,20 +151,14 @@ def d_query(
                     return step_after, acc[...]
 
                 step, product = pl.run_scoped(over_keys, plgpu.WGMMAAccumulatorRef((ROWS, depth), jnp.float32))
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                s.result_slots[warpgroup] = (product * p.scale).astype(p.dtype)
-                plgpu.commit_smem()
                 rows = pl.ds(q_index * TILE + warpgroup * ROWS, ROWS)
-                to = d_query_ref.at[lax.div(first_head + head, p.heads), rows, lax.rem(first_head + head, p.heads)]
-                plgpu.copy_smem_to_gmem(s.result_slots.at[warpgroup], to)
+                send(p, product, s.result_slots.at[warpgroup], d_query_ref, first_head + head, rows)
                 return step
 
             def mend(slot):
                 # 0 times NaN is NaN; who sees a broken key has NaN in its dS.
                 make_finite(s.key_slots.at[slot, pl.ds(warpgroup * ROWS, ROWS)])
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(s.keys_mended)
-                plgpu.barrier_wait(s.keys_mended)
+                exchange_mended_keys(s)
 
             each_tile(multiply, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -180,12 +169,5 @@ def d_query(
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        scratch_types={
-            "score_slots": smem_tile(_STAGES, WARPGROUPS, TILE, ROWS, dtype=p.dtype),
-            "key_slots": smem_tile(_STAGES, TILE, depth, dtype=p.dtype),
-            "result_slots": smem_tile(WARPGROUPS, ROWS, depth, dtype=p.dtype),
-            "ready": plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=_STAGES),
-            "consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=_STAGES),
-            "keys_mended": plgpu.Barrier(num_arrivals=WARPGROUPS),
-        },
+        scratch_types=scratch_types(p, TILE, depth, plgpu.Barrier(**FREEING)),
     )(*arrays, d_query_ref)

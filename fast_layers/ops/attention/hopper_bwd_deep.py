@@ -50,8 +50,9 @@ from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.kernel_parts.tile_order import TileOrder
+from fast_layers.ops.attention import hopper_bwd_deep_query, hopper_bwd_deep_scores
 from fast_layers.ops.attention.config import HOPPER_SMS, HopperDeepBackwardTiles, sees_all
-from fast_layers.ops.attention.hopper_bwd_scores import LeftScores
+from fast_layers.ops.attention.hopper_bwd_scores import gradients
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_grad_parts import (
     BY_QUERY,
@@ -83,7 +84,7 @@ _LSE, _DELTA, _UNITS = range(2), range(2, 5), range(5, 8)
 def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
     """(dQ, without the scale and as `as_summed` has it if made in the kernel, dK, dV), padded as the operands are."""
     if tiles.d_query_apart:
-        return _with_d_query_apart(p, operands)
+        return gradients(p, operands, hopper_bwd_deep_scores.leave, hopper_bwd_deep_query.d_query)
     _, q_rows, _, qk_dim = operands.query.shape
     _, kv_rows, _, v_dim = operands.value.shape
     q_tile, kv_tile, panel, columns = tiles.q_tile, tiles.kv_tile, tiles.depth_multiple, tiles.columns
@@ -443,19 +444,6 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
         return d_query[...], d_key, d_value
     in_order = d_query[...].reshape(p.batch, p.heads, q_tiles, parts, q_tile, columns).transpose(0, 2, 4, 1, 3, 5)
     return in_order.reshape(p.batch, -1, p.heads, qk_dim), d_key, d_value
-
-
-def _with_d_query_apart(p: Problem, operands: Operands):
-    from fast_layers.ops.attention import hopper_bwd_deep_query, hopper_bwd_deep_scores
-
-    left = LeftScores(p)
-
-    def run(turn, results):
-        d_query, d_key, d_value = results
-        d_scores = hopper_bwd_deep_scores.leave(left, operands, turn, d_key, d_value)
-        hopper_bwd_deep_query.d_query(left, d_scores, operands.key, turn, d_query)
-
-    return left.in_groups(run, operands.query, operands.key, operands.value)
 
 
 class _Block(NamedTuple):

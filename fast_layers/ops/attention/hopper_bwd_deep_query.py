@@ -16,7 +16,7 @@ one half each of the keys that both read. Each row is summed by one block in a f
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,27 +25,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import snake, turns
 from fast_layers.ops.attention.config import HOPPER_SMS, sees_all
 from fast_layers.ops.attention.hopper_bwd_deep_scores import part_of_scores
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.hopper_d_query_parts import (
+    FREEING,
+    STAGES,
+    WARPGROUPS,
+    Scratch,
+    exchange_mended_keys,
+    scratch_types,
+    send,
+)
 from fast_layers.ops.attention.hopper_grad_parts import make_finite
 
-WARPGROUPS = TILE // ROWS
 COLUMNS = 64
 """Of a swizzled tile."""
-_STAGES = 3
-
-
-class _Scratch(NamedTuple):
-    score_slots: Any
-    key_slots: Any
-    result_slots: Any
-    ready: Any
-    consumed: Any
-    keys_mended: Any
 
 
 def d_query(
@@ -68,7 +65,7 @@ def d_query(
     def attention_backward_query(*refs, **scratch):
         d_scores_ref, key_ref, turn_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         d_query_ref = refs[tree.num_leaves]
-        s = _Scratch(**scratch)
+        s = Scratch(**scratch)
         first_head = left.first_pair(turn_ref) * p.group
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         rank = lax.axis_index("rank") if cluster > 1 else 0
@@ -97,8 +94,8 @@ def d_query(
                 kv_head = lax.div(lax.rem(first_head + head, p.heads), p.group)
 
                 def tile(j, step):
-                    slot, keys = lax.rem(step, _STAGES), pl.ds(j * ROWS, ROWS)
-                    pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(s.consumed.at[slot]))
+                    slot, keys = lax.rem(step, STAGES), pl.ds(j * ROWS, ROWS)
+                    pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(s.consumed.at[slot]))
                     for i in range(WARPGROUPS):
                         part = d_scores_ref.at[part_of_scores(left, head, q_index + i, j)]
                         copy = functools.partial(plgpu.copy_gmem_to_smem, part, s.score_slots.at[slot, i])
@@ -120,9 +117,9 @@ def d_query(
 
                 def drain(i, _):
                     """Blocks of a cluster free each other's slots, and must not end before that."""
-                    plgpu.barrier_wait(s.consumed.at[lax.rem(i, _STAGES)])
+                    plgpu.barrier_wait(s.consumed.at[lax.rem(i, STAGES)])
 
-                lax.fori_loop(jnp.maximum(steps - _STAGES, 0), steps, drain, None)
+                lax.fori_loop(jnp.maximum(steps - STAGES, 0), steps, drain, None)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
@@ -131,7 +128,7 @@ def d_query(
             def free(step):
                 if cluster > 1:
                     plgpu.commit_smem()  # for its barrier: one warp alone arrives at those of both blocks
-                plgpu.barrier_arrive(s.consumed.at[lax.rem(step, _STAGES)])
+                plgpu.barrier_arrive(s.consumed.at[lax.rem(step, STAGES)])
 
             def multiply(head, q_index, seen, step):
                 # Before the tiles that a causal mask cuts through.
@@ -142,7 +139,7 @@ def d_query(
                         plgpu.wgmma(acc, s.score_slots.at[slot, warpgroup].T, s.key_slots.at[slot])
 
                     def tile(j, step):
-                        slot = lax.rem(step, _STAGES)
+                        slot = lax.rem(step, STAGES)
                         plgpu.barrier_wait(s.ready.at[slot])
                         product(slot)
                         plgpu.wgmma_wait(1)
@@ -150,7 +147,7 @@ def d_query(
                         return step + 1
 
                     def cut(j, step):
-                        slot = lax.rem(step, _STAGES)
+                        slot = lax.rem(step, STAGES)
                         plgpu.barrier_wait(s.ready.at[slot])
                         mend(slot)
 
@@ -163,7 +160,7 @@ def d_query(
                         return step + 1
 
                     def pass_over(j, step):
-                        plgpu.barrier_wait(s.ready.at[lax.rem(step, _STAGES)])
+                        plgpu.barrier_wait(s.ready.at[lax.rem(step, STAGES)])
                         free(step)
                         return step + 1
 
@@ -177,12 +174,8 @@ def d_query(
                     return step_after, acc[...]
 
                 step, product = pl.run_scoped(over_keys, plgpu.WGMMAAccumulatorRef((ROWS, depth), jnp.float32))
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                s.result_slots[warpgroup] = (product * p.scale).astype(p.dtype)
-                plgpu.commit_smem()
                 rows = pl.ds((q_index + warpgroup) * ROWS, ROWS)
-                to = d_query_ref.at[lax.div(first_head + head, p.heads), rows, lax.rem(first_head + head, p.heads)]
-                plgpu.copy_smem_to_gmem(s.result_slots.at[warpgroup], to)
+                send(p, product, s.result_slots.at[warpgroup], d_query_ref, first_head + head, rows)
                 return step
 
             def mend(slot):
@@ -192,18 +185,15 @@ def d_query(
                     if columns.start < columns.stop:
                         part = s.key_slots.at[slot, :, columns]
                         pl.when(warpgroup == mine)(functools.partial(make_finite, part))
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(s.keys_mended)
-                plgpu.barrier_wait(s.keys_mended)
+                exchange_mended_keys(s)
 
             each_tile(multiply, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    freeing: Any = {"num_arrivals": WARPGROUPS, "num_barriers": _STAGES}
-    consumed: Any = plgpu.Barrier(**freeing)
+    consumed: Any = plgpu.Barrier(**FREEING)
     cluster_options: dict[str, Any] = {}
     if cluster > 1:
-        consumed = plgpu.ClusterBarrier(collective_axes=("rank",), **freeing)
+        consumed = plgpu.ClusterBarrier(collective_axes=("rank",), **FREEING)
         cluster_options = {"cluster": (cluster,), "cluster_names": ("rank",)}
     plgpu.kernel(
         attention_backward_query,
@@ -212,12 +202,5 @@ def d_query(
         **cluster_options,
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        scratch_types={
-            "score_slots": smem_tile(_STAGES, WARPGROUPS, ROWS, ROWS, dtype=p.dtype),
-            "key_slots": smem_tile(_STAGES, ROWS, depth, dtype=p.dtype),
-            "result_slots": smem_tile(WARPGROUPS, ROWS, depth, dtype=p.dtype),
-            "ready": plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=_STAGES),
-            "consumed": consumed,
-            "keys_mended": plgpu.Barrier(num_arrivals=WARPGROUPS),
-        },
+        scratch_types=scratch_types(p, ROWS, depth, consumed),
     )(*arrays, d_query_ref)

@@ -1,8 +1,8 @@
 """dS in the GPU's memory, for attention's backward on Hopper: where its tiles lie, and one array for groups of heads.
 
-A kernel leaves dS, its keys first, and another one makes dQ of it (`hopper_bwd_apart.py`). All heads' dS at once would
-grow with the square of the length. So a group of heads after the other leaves it in one bounded array, and all write
-into the same results. A group is of neighbouring pairs of an example and a key/value head.
+A kernel leaves dS, its keys first, and another one makes dQ of it. All heads' dS at once would grow with the square of
+the length. So a group of heads after the other leaves it in one bounded array, and all write into the same results. A
+group is of neighbouring pairs of an example and a key/value head.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from fast_layers.ops.attention.config import scores_group, scores_tiles, window_tiles
 from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.hopper_grad_parts import Operands
 from fast_layers.ops.attention.problem import Problem
 
 TILE = 128
@@ -81,3 +82,19 @@ class LeftScores:
         if self.groups == 1:
             return group(None, empty)
         return lax.fori_loop(0, self.groups, lambda i, results: group(i[None], results), empty)
+
+
+def gradients(p: Problem, operands: Operands, leave: Callable[..., Array], d_query: Callable[..., None]):
+    """(dQ, dK, dV), padded as the operands are, by two kernels for each group.
+
+    `leave(left, operands, turn, d_key_ref, d_value_ref)` writes dK and dV, and gives dS;
+    `d_query(left, d_scores, key, turn, d_query_ref)` writes dQ.
+    """
+    left = LeftScores(p)
+
+    def run(turn, results):
+        d_query_ref, d_key_ref, d_value_ref = results
+        d_scores = leave(left, operands, turn, d_key_ref, d_value_ref)
+        d_query(left, d_scores, operands.key, turn, d_query_ref)
+
+    return left.in_groups(run, operands.query, operands.key, operands.value)
