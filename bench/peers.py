@@ -205,11 +205,12 @@ def _refuse_sdpa(case: Case, pass_: Pass) -> str | None:
     return None
 
 
-def _flash4(case: Case, q, k, v, extras):
+def _flash4(same_bits: bool, case: Case, q, k, v, extras):
     from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
 
     window = _window(case) or (None, None)
-    out = flash_attn_func(q, k, v, causal=case.causal, window_size=window, softcap=case.softcap or 0.0)
+    options = {"window_size": window, "softcap": case.softcap or 0.0, "deterministic": same_bits}
+    out = flash_attn_func(q, k, v, causal=case.causal, **options)
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -217,6 +218,10 @@ def _refuse_flash4(case: Case, pass_: Pass) -> str | None:
     if case.documents > 1 or case.padded:
         return "flash_attn_func takes no documents or lengths (the varlen function's packed layout differs)"
     return None
+
+
+def _refuse_flash4_same_bits(case: Case, pass_: Pass) -> str | None:
+    return "the forward gives the same bits anyway" if pass_ == "forward" else _refuse_flash4(case, pass_)
 
 
 def shapes(case: Case) -> tuple[tuple[int, ...], ...]:
@@ -247,12 +252,12 @@ def find(*, gpu: bool, tune_tokamax: bool = False) -> tuple[list[Peer], dict[str
     for implementation in ("cudnn", "xla") if gpu else ("xla",):
         attend = functools.partial(_jax_nn, implementation)
         peers.append(Peer(f"jax.nn {implementation}", attend, _refuse_jax_nn))
-    same_bits = "jax.nn cudnn, same bits"
+    cudnn_same_bits = "jax.nn cudnn, same bits"
     if gpu:
         attend = functools.partial(_jax_nn, "cudnn")
-        peers.append(Peer(same_bits, attend, _refuse_same_bits, compiler_options=SAME_BITS))
+        peers.append(Peer(cudnn_same_bits, attend, _refuse_same_bits, compiler_options=SAME_BITS))
     else:
-        absent |= dict.fromkeys(("jax.nn cudnn", same_bits), "no NVIDIA GPU here")
+        absent |= dict.fromkeys(("jax.nn cudnn", cudnn_same_bits), "no NVIDIA GPU here")
     peers.append(Peer("fast_layers", functools.partial(_ours, None), ours=True))
     peers.append(Peer("again", functools.partial(_ours, None), ours=True, twin_of="fast_layers"))
     peers.append(Peer("fast_layers any order", _ours_in_any_order, _refuse_in_any_order, ours=True))
@@ -285,10 +290,12 @@ def find(*, gpu: bool, tune_tokamax: bool = False) -> tuple[list[Peer], dict[str
             absent[name] = no_torch
         else:
             peers.append(Peer(name, functools.partial(_torch_sdpa, backend), _refuse_sdpa, framework="torch"))
-    if no_torch or not importable("flash_attn.cute"):
-        absent["flash-attention 4"] = no_torch or "flash_attn.cute is not importable here"
-    else:
-        peers.append(Peer("flash-attention 4", _flash4, _refuse_flash4, framework="torch"))
+    for same_bits, refuses in ((False, _refuse_flash4), (True, _refuse_flash4_same_bits)):
+        name = "flash-attention 4, same bits" if same_bits else "flash-attention 4"
+        if no_torch or not importable("flash_attn.cute"):
+            absent[name] = no_torch or "flash_attn.cute is not importable here"
+        else:
+            peers.append(Peer(name, functools.partial(_flash4, same_bits), refuses, framework="torch"))
     return peers, absent
 
 

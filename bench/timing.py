@@ -1,10 +1,11 @@
 """How long one call takes on the device.
 
 JAX on a GPU: CUPTI's durations of all kernels of a call, added up (`jax.experimental.mosaic.gpu.profiler`), so that
-the host's dispatch does not count; calls rotate over the input sets. Memory sets and gaps between the kernels of one
-call are not in that sum. Where CUPTI does not answer, and on a CPU, the wall clock: on a GPU over a batch of calls
-with one wait at the end, on a CPU one call at a time. PyTorch: CUDA events around replays of a CUDA graph that holds
-a batch of calls (CUPTI admits one subscriber, so its profiler stays off), which includes the gaps.
+the host's dispatch does not count; calls rotate over the input sets, and the same calls load the GPU before. Memory
+sets and gaps between the kernels of one call are not in that sum. Where CUPTI does not answer, and on a CPU, the wall
+clock: on a GPU over a batch of calls with one wait at the end, on a CPU one call at a time. PyTorch: CUDA events around
+replays of a CUDA graph that holds a batch of calls (CUPTI admits one subscriber, so its profiler stays off), which
+includes the gaps.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from jax.experimental.mosaic.gpu import profiler
 BATCH_SECONDS = 0.02
 """A batch of calls shall take at least this long."""
 MOST_CALLS = 64
+LOAD_SECONDS = 0.15
+"""On a GPU, each program runs for so long just before it is timed: a GPU's clocks depend on the power that it took the
+moment before, so after a light program the next would be timed too fast."""
 SLOW_SECONDS = 1.0
 """On a GPU, a call slower than this is timed once, by the wall clock: device time is short."""
 
@@ -69,6 +73,7 @@ class Stopwatch:
         if roughly > SLOW_SECONDS:
             return [roughly], "wall"
         calls = _calls(roughly)
+        load(lambda: self._wall(call, argument_sets, calls))
         timer = profiler.Cupti(finalize=False).measure(_Rotating(call, argument_sets), iterations=calls)
         try:
             milliseconds: Any = timer()[1]
@@ -93,6 +98,13 @@ class Stopwatch:
             out = call(*arguments)
         jax.block_until_ready(out)
         return (time.perf_counter() - start) / calls
+
+
+def load(run: Callable[[], Any]) -> None:
+    """Runs, each time until the device has done it, for `LOAD_SECONDS`."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < LOAD_SECONDS:
+        run()
 
 
 def turns_of(names: Sequence[str], turns: int) -> Iterator[str]:
@@ -130,8 +142,14 @@ def torch_seconds(
         torch.cuda.synchronize()
         run, method = batch, "events"
     taken = []
-    with torch.cuda.stream(stream):
+
+    def run_and_wait():
         run()
+        stream.synchronize()
+
+    with torch.cuda.stream(stream):
+        run_and_wait()
+        load(run_and_wait)
         for _ in range(3):
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record(stream)

@@ -302,6 +302,7 @@ class FakeCupti:
 def gpu(monkeypatch):
     monkeypatch.setattr(timing, "on_gpu", lambda: True)
     monkeypatch.setattr(timing.profiler, "Cupti", FakeCupti)
+    monkeypatch.setattr(timing, "LOAD_SECONDS", 0.0)
 
 
 def count(seen: list[int], at: int) -> int:
@@ -315,6 +316,14 @@ def test_kernel_times_come_from_cupti_and_calls_rotate_over_the_input_sets(gpu):
     taken, method = watch.seconds(functools.partial(count, seen), [(0,), (1,), (2,)], roughly=0.004)
     assert (taken, method) == ([0.002] * 5, "cupti")
     assert seen == [0, 1, 2, 0, 1]
+
+
+def test_a_program_loads_the_gpu_before_it_is_timed(gpu, monkeypatch):
+    monkeypatch.setattr(timing, "LOAD_SECONDS", 0.05)
+    seen: list[int] = []
+    taken, _ = timing.Stopwatch().seconds(functools.partial(count, seen), [(0,), (1,)], roughly=0.02)
+    assert len(taken) == 3
+    assert len(seen) > 2 * len(taken)
 
 
 def test_a_slow_call_is_not_repeated(gpu):
@@ -383,7 +392,7 @@ class FakeTorch:
 
 
 @pytest.mark.parametrize(("capturable", "method"), [(True, "graph"), (False, "events")])
-def test_torch_is_timed_by_events_around_a_batch_of_calls(capturable, method):
+def test_torch_is_timed_by_events_around_a_batch_of_calls(gpu, capturable, method):
     torch = FakeTorch(capturable)
     seen: list[int] = []
 
