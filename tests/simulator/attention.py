@@ -9,16 +9,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.arch import Arch
 from fast_layers.dispatch import Backend
 from fast_layers.ops.attention import (
+    config,
     forward_parts,
     hopper_bias_grad,
     hopper_bwd,
@@ -30,6 +33,7 @@ from fast_layers.ops.attention import (
     hopper_d_query_parts,
     hopper_fwd,
 )
+from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import ParityTable, Simulation, check_parity, simulate
 from fast_layers.testing.parity import Case
 
@@ -55,6 +59,12 @@ class Judged:
 
     def report(self) -> str:
         return "\n\n".join([str(self.table), *(sim.report() for sim in self.simulations if sim.faulty)])
+
+    def check(self) -> Judged:
+        """Itself, where no race was found and all values are right."""
+        assert not self.faulty, self.report()
+        assert self.table.ok, self.report()
+        return self
 
 
 def judge(
@@ -214,3 +224,55 @@ def backward_tiles(tiles: Any) -> tuple[Any, str, Any]:
 def forward_tiles(tiles: Any) -> tuple[Any, str, Any]:
     """A patch: these tiles whatever the problem."""
     return hopper_fwd.HopperForwardTiles, "of", classmethod(lambda cls, problem, measured=None: tiles)
+
+
+def square(length: int, **options: Any) -> Case:
+    return dataclasses.replace(Case(q_len=length, kv_len=length, batch=1), **options)
+
+
+@functools.cache
+def draw(batch: int = 2, length: int = 100, heads: int = 2, depth: int = 64):
+    """query, key, value, d_out."""
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=(batch, length, heads, depth)), jnp.float16) for _ in range(4))
+
+
+def both_passes(problem: Problem, inputs: Inputs, aux: Aux, d_out):
+    """out, lse and gradients, lse's gradient being 0."""
+
+    def both(inputs, aux, d_out):
+        out, lse = hopper_call.forward(problem, inputs, aux)
+        return out, lse, hopper_call.backward(problem, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse))
+
+    return simulate(both, inputs, aux, d_out).check()
+
+
+# Blocks of several pieces each.
+_FORWARD_TILES = forward_tiles(hopper_fwd.HopperForwardTiles(2, 64, blocks=1))
+
+
+def _judge_changed(module: Any, case: Case, stand_in: StandIn, *patches: tuple[Any, str, Any]) -> Judged:
+    pass_ = "forward" if module is hopper_fwd else "backward"
+    rows_by_xla = (hopper_bwd_rows, "takes", lambda *_: False)  # test_hopper_attention_rows.py has their kernel
+    together = (config, "LONGEST_D_QUERY_APART", {})
+    with changed(module, stand_in, _FORWARD_TILES, rows_by_xla, together, *patches):
+        return judge(case, supports=only(pass_), timeout=20.0)
+
+
+def nothing_found(module: Any, case: Case) -> None:
+    """Checks a kernel in which no fault is planted."""
+    stand_in = StandIn()
+    _judge_changed(module, case, stand_in).check()
+    assert stand_in.counts["barrier_wait"] > 0  # it was asked
+    assert stand_in.hits == 0
+
+
+def found(module: Any, fault: str, faults: Mapping[str, tuple[Case, Any, str]], *patches: tuple[Any, str, Any]) -> None:
+    """Checks that the last simulation tells of the fault, by its kind of access."""
+    case, stand_in, access = faults[fault]
+    judged = _judge_changed(module, case, stand_in, *patches)
+    assert stand_in.hits > 0, "the kernel has no such event any more"
+    (sim,) = judged.simulations[-1:]
+    assert sim.faulty
+    if access:
+        assert any(access in race for race in sim.races), sim.report()

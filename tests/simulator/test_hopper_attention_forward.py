@@ -1,0 +1,211 @@
+"""Attention's forward on Hopper: its kernel's forms, and every planted fault found."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from selection import some_each_run
+
+from fast_layers.ops.attention import api, hopper_call, hopper_fwd, reference
+from fast_layers.ops.attention.config import HopperForwardTiles
+from fast_layers.testing import simulate
+from fast_layers.testing.parity import Case
+from simulator.attention import StandIn, draw, forward_tiles, found, judge, nothing_found, only, patched, square
+from simulator.mlp import Slip
+
+pytestmark = pytest.mark.simulator
+
+# Three rounds of every ring, and more tiles of queries than blocks.
+PERSISTENT = {
+    "full, one slot for queries": (Case(batch=1, q_len=256, kv_len=400, heads=2, kv_heads=2), {"q_slots": 1}),
+    "causal": (square(384, heads=2, kv_heads=2, is_causal=True), {"q_slots": 2}),
+    "causal, the last keys first": (
+        square(460, heads=2, kv_heads=2, is_causal=True),
+        {"kv_tile": 128, "q_slots": 2, "last_keys_first": True},
+    ),
+    "causal, no turns": (square(384, heads=2, kv_heads=2, is_causal=True), {"takes_turns": False}),
+    "documents, padding of NaN": (
+        square(384, batch=2, heads=1, kv_heads=1, documents=(200, 100), poisoned_padding=True),
+        {"q_slots": 2},
+    ),
+    "two depths": (square(256, heads=2, kv_heads=2, v_dim=128), {"q_slots": 1}),
+}
+
+
+PERSISTENT_EACH_RUN = {"full, one slot for queries", "causal, the last keys first", "documents, padding of NaN"}
+
+
+@pytest.mark.parametrize("name", some_each_run(PERSISTENT, PERSISTENT_EACH_RUN))
+def test_blocks_that_take_several_tiles(name):
+    case, options = PERSISTENT[name]
+    tiles = HopperForwardTiles(**{"compute_wgs": 2, "kv_tile": 64, "blocks": 2} | options)
+    with patched(forward_tiles(tiles)):
+        judge(case, supports=only("forward")).check()
+
+
+def test_three_compute_warpgroups():
+    with patched(forward_tiles(HopperForwardTiles(3, 128, stages=3, q_slots=2, blocks=1))):
+        judge(square(400, heads=2, kv_heads=2), supports=only("forward")).check()
+
+
+OWN_SPANS = HopperForwardTiles(2, 64, blocks=1, takes_turns=False, own_spans=True)
+
+
+SPANS = {
+    "window": (
+        square(330, heads=1, kv_heads=1, window=(90, 20)),
+        dataclasses.replace(OWN_SPANS, compute_wgs=3, stages=3),
+    ),
+    "two depths": (square(260, heads=1, kv_heads=1, qk_dim=192, v_dim=128, is_causal=True), OWN_SPANS),
+    "two depths, the last keys first": (
+        square(260, heads=1, kv_heads=1, qk_dim=192, v_dim=128, is_causal=True),
+        dataclasses.replace(OWN_SPANS, last_keys_first=True),
+    ),
+    "three warpgroups, the last keys first": (
+        square(460, heads=2, kv_heads=1, is_causal=True),
+        dataclasses.replace(OWN_SPANS, compute_wgs=3, kv_tile=128, stages=3, q_slots=2, last_keys_first=True),
+    ),
+}
+
+
+@pytest.mark.exhaustive  # a causal mask stands in test_a_hidden_value_that_is_broken
+@pytest.mark.parametrize("name", SPANS)
+def test_spans_of_their_own(name):
+    case, tiles = SPANS[name]
+    with patched(forward_tiles(tiles)):
+        judge(case, supports=only("forward")).check()
+
+
+@pytest.mark.parametrize("blocks", [2, pytest.param(0, marks=pytest.mark.exhaustive)])
+def test_a_cluster_loads_for_both_of_its_blocks(blocks):
+    with patched(forward_tiles(HopperForwardTiles(2, 64, blocks=blocks, takes_turns=False, cluster=2))):
+        judge(Case(batch=1, q_len=256, kv_len=300, heads=2, kv_heads=1), supports=only("forward")).check()
+
+
+SEEN_TWICE = {
+    "static band": {},
+    "split keys": {"splits": 2},
+    "persistent": {"blocks": 1},
+    "spans of their own": {"own_spans": True},
+    "sinks": {"sinks": True},
+    "dropout": {"dropout_rate": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", some_each_run(SEEN_TWICE, {"split keys", "spans of their own"}))
+def test_a_hidden_value_that_is_broken(name):
+    """Under a causal mask, which no array tells: results are NaN, and blocks do their pieces again."""
+    options = dict(SEEN_TWICE[name])
+    changes = {name: options.pop(name) for name in ("splits", "blocks", "own_spans") if name in options}
+    tiles = HopperForwardTiles(2 if "own_spans" in changes else 1, 64, takes_turns=False, **changes)
+    if "sinks" in options:
+        options["sinks"] = jnp.array([0.5], jnp.float32)
+    if "dropout_rate" in options:
+        options["dropout_rng"] = jax.random.key(0)
+    query, key, value, _ = draw(batch=1, length=100, heads=1)
+    place = 80 if "own_spans" in changes else 60  # 80: in a tile that the second warpgroup alone visits
+    value = value.at[0, place, 0, 3].set(jnp.nan)
+    inputs, aux, given, _ = api._prepare(query, key, value, is_causal=True, **options)
+    problem = given.problem(inputs, aux)
+    with patched(forward_tiles(tiles)):
+        out, lse = simulate(functools.partial(hopper_call.forward, problem), inputs, aux).check()
+    want, want_lse = reference.forward(problem, inputs, aux)
+    assert np.isnan(want[0, place:, 0]).any(1).all()
+    assert np.isfinite(want[0, :place]).all()
+    np.testing.assert_array_equal(np.isnan(out).any(-1), np.isnan(want).any(-1))
+    reached = np.isnan(want).any(-1)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32)[~reached] for x in (out, want)), rtol=2e-2, atol=1e-2)
+    reached = reached.swapaxes(1, 2)
+    np.testing.assert_allclose(lse[~reached], want_lse[~reached], rtol=1e-3, atol=1e-3)
+
+
+# Blocks of several pieces each, three rounds of the rings, and keys enough for the last product of a piece.
+FORWARD_CASE = Case(batch=1, q_len=384, kv_len=384, heads=2, kv_heads=2)
+
+
+MASKED = dataclasses.replace(FORWARD_CASE, heads=1, kv_heads=1, documents=(100, 200, 84))
+
+
+POISONED = dataclasses.replace(MASKED, documents=(100, 200), poisoned_padding=True)
+
+
+TWO_DEPTHS = dataclasses.replace(FORWARD_CASE, q_len=256, v_dim=128)
+
+
+FORWARD_FAULTS = {
+    "queries not awaited": (FORWARD_CASE, StandIn("barrier_wait q_ready"), "read of SMEM"),
+    "keys not awaited": (FORWARD_CASE, StandIn("barrier_wait k_ready"), "read of SMEM"),
+    "values not awaited": (FORWARD_CASE, StandIn("barrier_wait v_ready"), "read of SMEM"),
+    "queries overwritten": (FORWARD_CASE, StandIn("barrier_wait q_consumed"), "write of SMEM"),
+    "keys overwritten": (FORWARD_CASE, StandIn("barrier_wait k_consumed"), "write of SMEM"),
+    "values overwritten": (FORWARD_CASE, StandIn("barrier_wait v_consumed"), "write of SMEM"),
+    "keys freed in flight": (FORWARD_CASE, StandIn(early=("k_consumed", "k_slots")), "read of SMEM"),
+    "out's product not awaited": (FORWARD_CASE, StandIn("wgmma_wait"), "accumulator"),
+    "scores read in flight": (FORWARD_CASE, StandIn("wgmma_accumulator_load #1"), "accumulator"),
+    "out not committed": (FORWARD_CASE, StandIn("commit_smem"), "write of SMEM"),
+    "out not committed, own slot": (TWO_DEPTHS, StandIn("commit_smem"), "write of SMEM"),
+    "store's read not awaited": (FORWARD_CASE, StandIn("read wait_smem_to_gmem"), "read of SMEM"),
+    "store's read not awaited, own slot": (TWO_DEPTHS, StandIn("read wait_smem_to_gmem"), "read of SMEM"),
+    "mended before it arrives": (POISONED, StandIn("barrier_wait kv_arrived"), "read of SMEM"),
+    "mending not committed": (POISONED, StandIn("commit_smem #1"), ""),
+    "verdict not awaited": (MASKED, StandIn("barrier_wait judged"), "read of SMEM"),
+}
+
+
+# One fault of each kind: a load that is not awaited, a slot freed too soon, an accumulator in flight, a missing commit,
+# a store that is not awaited; of slots written too soon, FORM_FAULTS has one. A missing exchange shows by how threads
+# happen to run.
+FORWARD_EACH_RUN = {
+    "keys not awaited",
+    "keys freed in flight",
+    "scores read in flight",
+    "store's read not awaited",
+    "mending not committed",
+}
+
+
+# In the text of a causal mask's compute warpgroups, the last wait for keys stands where tiles are passed over.
+FORM_FAULTS = {
+    "a cluster's blocks free their own slots only": (
+        Case(batch=1, q_len=256, kv_len=400, heads=2, kv_heads=1),
+        Slip(alone=True),
+        HopperForwardTiles(2, 64, blocks=2, cluster=2),
+        "write of SMEM",
+    ),
+    "keys passed over before they came": (
+        dataclasses.replace(FORWARD_CASE, heads=1, kv_heads=1, is_causal=True),
+        StandIn("barrier_wait #20"),
+        OWN_SPANS,
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(FORWARD_CASE, id="forward"),
+        # As in test_blocks_that_take_several_tiles.
+        pytest.param(MASKED, id="masked", marks=pytest.mark.exhaustive),
+        pytest.param(POISONED, id="poisoned", marks=pytest.mark.exhaustive),
+        pytest.param(TWO_DEPTHS, id="two depths", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_without_a_fault_nothing_is_found(case):
+    nothing_found(hopper_fwd, case)
+
+
+@pytest.mark.parametrize("fault", some_each_run(FORWARD_FAULTS, FORWARD_EACH_RUN))
+def test_planted_fault_of_the_forward_is_found(fault):
+    found(hopper_fwd, fault, FORWARD_FAULTS)
+
+
+@pytest.mark.parametrize("fault", some_each_run(FORM_FAULTS, {"a cluster's blocks free their own slots only"}))
+def test_planted_fault_of_a_form_of_the_forward_is_found(fault):
+    case, stand_in, tiles, access = FORM_FAULTS[fault]
+    found(hopper_fwd, fault, {fault: (case, stand_in, access)}, forward_tiles(tiles))
