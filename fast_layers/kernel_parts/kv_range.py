@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int
 
 INT_MAX = jnp.iinfo(jnp.int32).max
@@ -56,13 +55,12 @@ class KvRange(NamedTuple):
     def transpose(self, kv_tile: int, num_kv_tiles: int) -> TileRange:
         """[B, J]: the query tiles that key tile j must visit; empty if first == last.
 
-        Monotone bounds make this two searches: query tile i can reach key tile j only if some tile up to i ends
-        after j's first key, and some tile from i on starts before j's end.
+        Of those whose hull of keys meets the key tile, from the first to the last.
         """
-        tile_start = jnp.arange(num_kv_tiles, dtype=jnp.int32) * kv_tile
-        ends_so_far = lax.cummax(self.last_key, axis=1)
-        starts_from_here = lax.cummin(self.first_key, axis=1, reverse=True)
-        # Sums of comparisons rather than searchsorted: I x J booleans at tile granularity, and no gather.
-        first = (ends_so_far[:, None, :] <= tile_start[:, None]).sum(-1, dtype=jnp.int32)
-        last = (starts_from_here[:, None, :] < (tile_start + kv_tile)[:, None]).sum(-1, dtype=jnp.int32)
-        return TileRange(jnp.minimum(first, last), last)
+        tile_start = jnp.arange(num_kv_tiles, dtype=jnp.int32)[:, None] * kv_tile
+        index = jnp.arange(self.first_key.shape[1], dtype=jnp.int32)
+        # I x J booleans at tile granularity, and no gather.
+        first_key, last_key = self.first_key[:, None, :], self.last_key[:, None, :]
+        meets = (first_key < tile_start + kv_tile) & (last_key > tile_start)
+        last = jnp.where(meets, index + 1, 0).max(-1)
+        return TileRange(jnp.minimum(jnp.where(meets, index, INT_MAX).min(-1), last), last)

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.tile_order import TileOrder, deal, deal_in_turns, snake, turns
@@ -202,18 +203,20 @@ class Work:
         rank, example = within // order.group, (dealt - within) // order.tiles + within % order.group
         example = example // p.heads
         keys, size = p.kv_len, self.tiles.kv_tile
-        first, last = mask.tiles[..., 0], mask.tiles[..., 1]
-        tiles = -(-last // size) - jnp.minimum(first, keys - 1) // size
+        # Not by `mask.tiles`, which would be put together again here. Unsigned, quotients are shifts, which XLA fuses.
+        first, last = (x.astype(jnp.uint32) for x in KvRange.of(mask.start, mask.stop, self.tiles.q_tile))
+        tiles = ((last + (size - 1)) // size - jnp.minimum(first, keys - 1) // size).astype(jnp.int32)
+        index = np.arange(order.tiles, dtype=np.int32)
         if p.mask.band is not None and p.mask.band.high is not None:
-            tiles = tiles[:, ::-1]  # as in `piece`
+            index = index[::-1]  # as in `piece`
         # Sums over comparisons: sorting would take XLA longer than all else here.
-        index = jnp.arange(order.tiles, dtype=jnp.int32)
         falling = tiles * order.tiles - index
         ranks = (falling[:, None, :] > falling[:, :, None]).sum(-1, dtype=jnp.int32)
         ranks = ranks[0] if ranks.shape[0] == 1 else ranks[example]
-        found = jnp.where(ranks == rank[..., None], index, 0).sum(-1)
-        is_piece = np.arange(dealt.shape[1]) > 0
-        return jnp.where(is_piece, dealt + order.group * (found - rank), dealt)
+        wanted, is_piece = (jnp.asarray(x)[..., None] for x in (rank, np.arange(dealt.shape[1]) > 0))
+        found = jnp.asarray(dealt - order.group * rank)[..., None] + order.group * index
+        count = jnp.where(np.arange(order.tiles) == 0, dealt[..., None], 0)
+        return jnp.where(is_piece, jnp.where(ranks == wanted, found, 0), count).sum(-1, dtype=jnp.int32)
 
     def key_tiles(self) -> np.ndarray:
         """Of each piece, or of each block's; all the same where the mask is not known before the call."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
-from fast_layers.kernel_parts.kv_range import INT_MAX, KvRange
+from fast_layers.kernel_parts.kv_range import INT_MAX
 from fast_layers.ops.attention.masks import MaskForm
 from fast_layers.ops.attention.problem import Problem
 
@@ -68,39 +69,33 @@ class RowMask(NamedTuple):
         start, stop = form.intervals(p.q_len, p.kv_len)
         start = jnp.zeros((1, p.q_len), jnp.int32) if start is None else start
         stop = jnp.full((1, p.q_len), p.kv_len, jnp.int32) if stop is None else stop
-        start, stop = jnp.broadcast_arrays(start, stop)
-        sees_some = sees_all_within = start < stop
-        if form.query_segments is not None and form.key_segments is not None:
-            sees_all_within &= _one_segment(start, stop, form.query_segments, form.key_segments)
-        rows = round_up(p.q_len, q_tile)
-        # As 0 or 1: what is no interval.
-        broken = pad_axis((sees_some & ~sees_all_within).astype(jnp.int32), rows, 1)
-        full_start = pad_axis(jnp.where(sees_all_within, start, INT_MAX), rows, 1, 0)
-        full_stop = pad_axis(jnp.where(sees_all_within, stop, 0), rows, 1, INT_MAX)
-        start, stop = (pad_axis(x, rows, 1) for x in (start, stop))
-        hull = KvRange.of(start, stop, q_tile)
-        by_tile = (-1, rows // q_tile, q_tile)
-        full_start, full_stop = full_start.reshape(by_tile).max(-1), full_stop.reshape(by_tile).min(-1)
-        tiles = jnp.stack([*hull, full_start, full_stop, 1 - broken.reshape(by_tile).max(-1)], -1)
-        keys = round_up(p.kv_len, kv_tile)
+        scattered = jnp.zeros((1, 1), bool) if form.scattered is None else form.scattered
+        rows, keys = round_up(p.q_len, q_tile), round_up(p.kv_len, kv_tile)
+        start, stop, scattered = (pad_axis(x, rows, 1) for x in jnp.broadcast_arrays(start, stop, scattered))
         return cls(
             start,
             stop,
-            jnp.minimum(tiles, keys),
+            jnp.minimum(_tiles(start, stop, scattered, p.q_len, q_tile), keys),
             None if form.query_segments is None else pad_axis(form.query_segments, rows, 1, -1),
             None if form.key_segments is None else pad_axis(form.key_segments, keys, 1, -1),
         )
 
 
-def _one_segment(start, stop, query_ids, key_ids):
-    """Whether all keys in a row's interval carry the row's id."""
-    batch = max(x.shape[0] for x in (start, query_ids, key_ids))
-    start, stop, query_ids, key_ids = (
-        jnp.broadcast_to(x, (batch, x.shape[1])) for x in (start, stop, query_ids, key_ids)
+def _tiles(start, stop, scattered, q_len, q_tile):
+    """`RowMask.tiles`, by one reduction, which XLA makes one kernel."""
+    sees_some, exists = start < stop, jnp.arange(start.shape[1]) < q_len
+    sees_all_within = sees_some & ~scattered
+    of_row = (
+        jnp.where(sees_some, start, INT_MAX),
+        jnp.where(sees_some, stop, 0),
+        jnp.where(sees_all_within, start, jnp.where(exists, INT_MAX, 0)),
+        jnp.where(sees_all_within, stop, jnp.where(exists, 0, INT_MAX)),
+        (~(sees_some & scattered)).astype(jnp.int32),
     )
-    run = jnp.cumsum(key_ids != jnp.roll(key_ids, 1, axis=1), axis=1, dtype=jnp.int32)
+    picks, neutral = (lax.min, lax.max, lax.max, lax.min, lax.min), (INT_MAX, 0, 0, INT_MAX, 1)
 
-    def at(values, index):
-        return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1)
+    def pick(a, b):
+        return tuple(extreme(x, y) for extreme, x, y in zip(picks, a, b, strict=True))
 
-    return (at(run, start) == at(run, stop - 1)) & (at(key_ids, start) == query_ids)
+    by_tile = tuple(x.reshape(x.shape[0], -1, q_tile) for x in of_row)
+    return jnp.stack(lax.reduce(by_tile, tuple(map(jnp.int32, neutral)), pick, (2,)), -1)

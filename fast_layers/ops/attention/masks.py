@@ -49,7 +49,7 @@ def _tightest(pick, a, b):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["start", "stop", "query_segments", "key_segments", "dense"],
+    data_fields=["start", "stop", "query_segments", "key_segments", "scattered", "dense"],
     meta_fields=["band", "lengths_only"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,7 @@ class MaskForm:
     """What a conjunction of masks reduces to. A part that is None allows everything.
 
     A key is visible if it lies in the static band, in [start, stop), in the row's segment, and where dense is True.
+    `scattered`, which comes with segments, says that [start, stop) may hold keys of others than the row's.
     `lengths_only` says what `stop` cannot show statically: that it holds nothing but one number of keys per example,
     and 0 past a number of queries (there is no `start` then).
     """
@@ -66,6 +67,7 @@ class MaskForm:
     stop: Int[Array, "B|1 T"] | None = None
     query_segments: Int[Array, "B|1 T"] | None = None
     key_segments: Int[Array, "B|1 S"] | None = None
+    scattered: Bool[Array, "B|1 T"] | None = None
     dense: Bool[Array, "B|1 N|1 T|1 S|1"] | None = None
     lengths_only: bool = False
 
@@ -90,6 +92,7 @@ class MaskForm:
             stop=_both(jnp.minimum, self.stop, other.stop),
             query_segments=same_query,
             key_segments=same_key,
+            scattered=_both(operator.or_, self.scattered, other.scattered),
             dense=_both(operator.and_, self.dense, other.dense),
             lengths_only=all(
                 form.lengths_only for form in (self, other) if form.start is not None or form.stop is not None
@@ -256,18 +259,18 @@ class Segments(Mask):
         key_ids = self.query_ids if self.key_ids is None else self.key_ids
         query = _rows("segment_ids of the queries", self.query_ids, batch, q_len)
         key = _rows("segment_ids of the keys", key_ids, batch, kv_len)
-        start, stop = _segment_hull(query, key)
-        return MaskForm(start=start, stop=stop, query_segments=query, key_segments=key)
+        start, stop, scattered = _segment_hull(query, key)
+        return MaskForm(start=start, stop=stop, query_segments=query, key_segments=key, scattered=scattered)
 
 
 _BUCKETS = 1 << 16
 
 
 def _segment_hull(query_ids, key_ids):
-    """First and one past the last key of each query's segment: [B|1, T] each; both 0 where there is none.
+    """First and one past the last key of each query's segment, both 0 where there is none, and whether it is in pieces.
 
-    Ids that are equal modulo `_BUCKETS` share what lies between the first and last key of them all. Nothing is sorted,
-    which on a GPU would take as long as the attention of a short call.
+    [B|1, T] each. Ids that are equal modulo `_BUCKETS` share what lies between the first and last key of them all.
+    Nothing is sorted, which on a GPU would take as long as the attention of a short call.
     """
     (batch,) = jnp.broadcast_shapes(query_ids.shape[:1], key_ids.shape[:1])
     query_ids, key_ids = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (query_ids, key_ids))
@@ -276,15 +279,19 @@ def _segment_hull(query_ids, key_ids):
         index = jnp.arange(key.shape[0], dtype=jnp.int32)
         differs, end = key[1:] != key[:-1], jnp.ones((1,), bool)
         # Where a run of equal ids begins or ends; the other keys need not be looked at.
-        begins, ends = (
-            jnp.where((key >= 0) & jnp.concatenate(parts), key % _BUCKETS, _BUCKETS)
-            for parts in ((end, differs), (differs, end))
-        )
-        first = jnp.full((_BUCKETS,), INT_MAX, jnp.int32).at[begins].min(index, mode="drop")
-        stop = jnp.zeros((_BUCKETS,), jnp.int32).at[ends].max(index + 1, mode="drop")
-        first, stop = (x[query % _BUCKETS] for x in (first, stop))
-        some = (first < stop) & (query >= 0)
-        return jnp.where(some, first, 0), jnp.where(some, stop, 0)
+        begins, ends = (jnp.concatenate(parts) for parts in ((end, differs), (differs, end)))
+        # Where the first run of a bucket begins, as a maximum, and where the last one begins and ends; 0 is none.
+        columns = (begins, INT_MAX - index), (begins, index + 1), (ends, index + 1)
+        slots, values = (jnp.stack(x) for x in zip(*columns, strict=True))
+        first_slots = _BUCKETS * jnp.arange(3, dtype=jnp.int32)[:, None]
+        slots = jnp.where(slots & (key >= 0), first_slots + key % _BUCKETS, 3 * _BUCKETS)
+        table = jnp.zeros((3 * _BUCKETS,), jnp.int32).at[slots].max(values, mode="drop")
+        first, last_begin, stop = table[first_slots + query % _BUCKETS]
+        first = INT_MAX - first
+        some = (stop > 0) & (query >= 0)
+        other = key.at[jnp.where(some, first, 0)].get(mode="clip") != query
+        scattered = some & ((last_begin - 1 != first) | other)
+        return jnp.where(some, first, 0), jnp.where(some, stop, 0), scattered
 
     return jax.vmap(hull)(query_ids, key_ids)
 

@@ -24,13 +24,15 @@ def pack_problem(problem: Problem, packed_mask: MaskForm) -> Problem:
 def pack_mask(problem: Problem, form: MaskForm) -> MaskForm:
     """The mask by row. A static band becomes intervals: its diagonal now takes a step every G rows."""
     start, stop = form.intervals(problem.q_len, problem.kv_len)
-    by_row = (None if x is None else jnp.repeat(x, problem.group, axis=1) for x in (start, stop, form.query_segments))
-    start, stop, query_segments = by_row
+    of_query = start, stop, form.query_segments, form.scattered
+    by_row = (None if x is None else jnp.repeat(x, problem.group, axis=1) for x in of_query)
+    start, stop, query_segments, scattered = by_row
     return MaskForm(
         start=start,
         stop=stop,
         query_segments=query_segments,
         key_segments=form.key_segments,
+        scattered=scattered,
         lengths_only=form.lengths_only,
     )
 

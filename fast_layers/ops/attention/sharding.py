@@ -28,6 +28,7 @@ _DIMENSIONS = {
     "stop": ("batch", None),
     "query_segments": ("batch", None),
     "key_segments": ("batch", None),
+    "scattered": ("batch", None),
     "dense": ("batch", "heads", None, None),
     "words": (None,),
     "batch_index": ("batch",),

@@ -153,9 +153,11 @@ def test_segment_hulls_are_tight():
     form = masks.Segments(np.array([5, 5, 0, -1, 0, 7, 3])).lower((), 7, 7)
     np.testing.assert_array_equal(form.start, [[0, 0, 2, 0, 2, 5, 6]])
     np.testing.assert_array_equal(form.stop, [[2, 2, 5, 0, 5, 6, 7]])
+    np.testing.assert_array_equal(form.scattered, [[False, False, True, False, True, False, False]])
     cross = masks.Segments(np.array([4, 1, 9]), np.array([1, 4, 4, 1, -1])).lower((), 3, 5)
     np.testing.assert_array_equal(cross.start, [[1, 0, 0]])
     np.testing.assert_array_equal(cross.stop, [[3, 4, 0]])
+    np.testing.assert_array_equal(cross.scattered, [[False, True, False]])
 
 
 def test_ids_of_one_bucket_share_a_hull():
@@ -164,6 +166,8 @@ def test_ids_of_one_bucket_share_a_hull():
     form = masks.Segments(ids).lower((), 5, 5)
     np.testing.assert_array_equal(form.start, [[0, 0, 0, 0, 4]])
     np.testing.assert_array_equal(form.stop, [[4, 4, 4, 4, 5]])
+    np.testing.assert_array_equal(form.scattered, [[True, True, True, True, False]])
+    np.testing.assert_array_equal(masks.Segments(ids[:2] + 2**16, ids[:2]).lower((), 2, 2).scattered, [[True, True]])
     np.testing.assert_array_equal(masks.Segments(ids).as_array(5, 5)[0, 0], ids[:, None] == ids)
 
 
