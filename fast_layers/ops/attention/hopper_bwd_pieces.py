@@ -7,6 +7,7 @@ Axis letters: B batch; I pieces, J tiles of keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,16 +85,22 @@ def ranks(order: TileOrder) -> bool:
 
 def longest_first(p: Problem, spans: Int[Array, "B|1 J 2"], order: TileOrder) -> Int[Array, " I"]:
     """The pieces of each group of heads by their length, which the mask tells in the call only."""
-    size = order.group * order.tiles
-    index = np.arange(order.total, dtype=np.int32)
-    pair, kv_index = order.group * (index // size) + index % order.group, index % size // order.group
-    example = pair // p.kv_heads if spans.shape[0] > 1 else 0
-    steps = (spans[..., 1] - spans[..., 0])[example, kv_index].reshape(-1, size)
+    # So many neighbouring heads have the same example's spans.
+    alike = order.group if spans.shape[0] == 1 else math.gcd(order.group, p.kv_heads)
+    units = order.group // alike
+    steps = spans[..., 1] - spans[..., 0]
+    if spans.shape[0] > 1:
+        example = np.arange(order.heads // alike).reshape(-1, units) * alike // p.kv_heads
+        steps = steps[example].swapaxes(1, 2).reshape(-1, units * order.tiles)
+    size = steps.shape[1]
     place = jnp.arange(size, dtype=jnp.int32)
-    longer, alike = steps[:, None, :] > steps[..., None], steps[:, None, :] == steps[..., None]
-    rank = (longer | (alike & (place < place[:, None]))).sum(-1, dtype=jnp.int32)
-    rank += np.arange(0, order.total, size, dtype=np.int32)[:, None]
-    return jnp.zeros(order.total, jnp.int32).at[rank.reshape(-1)].set(index, unique_indices=True)
+    # Sums over comparisons: each of two kernels of XLA, where a sort would be many.
+    falling = steps * size - place
+    rank = (falling[:, None, :] > falling[..., None]).sum(-1, dtype=jnp.int32)
+    first = jnp.arange(0, order.total, size * alike, dtype=jnp.int32)[:, None, None, None]
+    found = first + place * alike + jnp.arange(alike, dtype=jnp.int32)[:, None]
+    is_next = rank[:, None, None] == place[:, None, None]
+    return jnp.where(is_next, found, 0).sum(-1, dtype=jnp.int32).reshape(-1)
 
 
 class Piece(NamedTuple):
