@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
 INT_MAX = jnp.iinfo(jnp.int32).max
@@ -36,12 +37,16 @@ class KvRange(NamedTuple):
     @classmethod
     def of(cls, start: Int[Array, "B T"], stop: Int[Array, "B T"], q_tile: int) -> KvRange:
         """`start`, `stop` hold the rows' key intervals; T is a multiple of `q_tile`."""
-        batch, rows = start.shape
         sees_some = stop > start
-        tiled = (batch, rows // q_tile, q_tile)
-        first = jnp.where(sees_some, start, INT_MAX).reshape(tiled).min(-1)
-        last = jnp.where(sees_some, stop, 0).reshape(tiled).max(-1)
-        return cls(first, last)
+        first, last = jnp.where(sees_some, start, INT_MAX), jnp.where(sees_some, stop, 0)
+        tiled = first.shape[0], first.shape[1] // q_tile, q_tile
+
+        def hull(a, b):
+            return lax.min(a[0], b[0]), lax.max(a[1], b[1])
+
+        # One reduction, which XLA makes one kernel.
+        neutral = jnp.int32(INT_MAX), jnp.int32(0)
+        return cls(*lax.reduce((first.reshape(tiled), last.reshape(tiled)), neutral, hull, (2,)))
 
     def over_batch(self) -> KvRange:
         """The hull over the batch, for a loop that serves all examples at once."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.ops.attention.hopper_bwd_rows import RowSums
 from fast_layers.ops.attention.masks import MaskForm
 from fast_layers.ops.attention.problem import Problem, finite_or_zero
@@ -29,22 +30,27 @@ def row_units(
     and with it the row's dQ.
     """
     seen = _seen_keys(p, form)
-
-    def largest(x, finite):
-        """[B, N, 1], of the keys that are seen and finite."""
-        counts = finite if seen is None else finite & seen[:, None]
-        return jnp.repeat(jnp.where(counts, x, 0.0).max(2), p.group, axis=1)[..., None]
-
-    longest_value = largest(rows.value_length, rows.value_size < jnp.inf) / (1.0 - p.dropout_rate)
+    finite = rows.key_size < jnp.inf, rows.value_size < jnp.inf
+    broken = ~(finite[0] & jnp.isfinite(rows.value_length))
+    counts = finite if seen is None else tuple(x & seen[:, None] for x in finite)
+    of_row = jnp.where(counts[0], rows.key_size, 0.0), jnp.where(counts[1], rows.value_length, 0.0)
+    # One reduction, which XLA makes one kernel.
+    key_size, value_length, broken_keys = lax.reduce(
+        (*of_row, broken.astype(jnp.int32)),
+        (jnp.float32(0), jnp.float32(0), jnp.int32(0)),
+        lambda a, b: tuple(map(lax.max, a, b)),
+        (2,),
+    )
+    largest_key, longest_value = (jnp.repeat(x, p.group, axis=1)[..., None] for x in (key_size, value_length))
+    longest_value /= 1.0 - p.dropout_rate
     d_weight = rows.d_out_length * longest_value + jnp.abs(finite_or_zero(delta))
-    bound = d_weight * largest(rows.key_size, rows.key_size < jnp.inf) * _ROUNDING
+    bound = d_weight * largest_key * _ROUNDING
     exponent = jnp.ceil(jnp.log2(jnp.maximum(bound, jnp.finfo(jnp.float32).tiny)))
     exponent = jnp.clip(_BITS - exponent, -_LARGEST_EXPONENT, _LARGEST_EXPONENT).astype(jnp.int32)
     # By its bits: exp2 of an integer need not be exact.
     power = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
     units = jnp.where(jnp.isfinite(bound), power, jnp.nan)
-    broken_keys = ~((rows.key_size < jnp.inf) & jnp.isfinite(rows.value_length)).all(2)
-    return units, broken_keys.astype(jnp.int32)
+    return units, broken_keys
 
 
 def _seen_keys(p: Problem, form: MaskForm) -> Bool[Array, "B|1 S"] | None:
@@ -57,9 +63,7 @@ def _seen_keys(p: Problem, form: MaskForm) -> Bool[Array, "B|1 S"] | None:
     start, stop = form.intervals(p.q_len, p.kv_len)
     start = jnp.zeros((1, p.q_len), jnp.int32) if start is None else start
     stop = jnp.full((1, p.q_len), p.kv_len, jnp.int32) if stop is None else stop
-    sees_some = start < stop
-    first = jnp.where(sees_some, start, p.kv_len).min(1, keepdims=True)
-    last = jnp.where(sees_some, stop, 0).max(1, keepdims=True)
+    first, last = KvRange.of(start, stop, p.q_len)
     keys = jnp.arange(p.kv_len, dtype=jnp.int32)
     seen = (keys >= first) & (keys < last)
     seen = seen if by_some_row is None else seen & by_some_row
