@@ -20,6 +20,9 @@ import jax
 from fast_layers.testing import _deviceless_sass as sass
 from fast_layers.testing._deviceless_targets import TARGETS
 
+_NOT_INHERITED = ("JAX_COMPILATION_CACHE_DIR", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+"""A program from a cache has no report, and reports are of what runs on a GPU."""
+
 
 class CompileError(RuntimeError):
     """A function did not compile, or its kernels spill registers or serialise their matmuls."""
@@ -235,9 +238,9 @@ def _pickled(job: Compilation) -> bytes:
 
 
 def _environment() -> dict[str, str]:
-    """The child's: no GPU is looked for, modules are found as here, and no program in a cache, which has no report."""
+    """The child's: no GPU is looked for, and modules are found as here."""
     return {
-        **{name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"},
+        **{name: value for name, value in os.environ.items() if name not in _NOT_INHERITED},
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),

@@ -12,6 +12,8 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(_ROOT / "examples"))
 
+# Kept of the settings from outside: tiny models run for less time than they compile.
+_KEPT = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 # A micro-batch of 8 rows can be split over any number of devices that a test run is likely to see.
 # Real text of a fixed interpreter: the sources of its json package, a few documents longer than a row.
 _DATA = Path(json.__file__).parent
@@ -33,7 +35,9 @@ def start():
     """Starts train_lm.py in a process of its own, with settings that no other conftest has touched."""
 
     def start(*flags: str, **env: str) -> subprocess.Popen[str]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+        clean = {
+            name: value for name, value in os.environ.items() if name == _KEPT or not name.startswith(("XLA_", "JAX_"))
+        }
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(_ROOT)]))
         return subprocess.Popen(
             [*_COMMAND, *flags],
