@@ -230,10 +230,11 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
     elif kind is HopperBackwardTiles:
         grids = 0, HOPPER_SMS
         leaves = {False, mask != "window" or depth in WIDEST_WINDOW_APART}
-        choices = itertools.product((64, 128), (1, 2, 3), leaves, {False, mask != "full"}, grids)
+        choices = itertools.product((64, 128), (1, 2, 3), leaves, {False, mask != "full"}, grids, {False, depth > 64})
         made = (
-            kind(queries, stages, ragged_apart=ragged, blocks=blocks, d_query_apart=apart)
-            for queries, stages, apart, ragged, blocks in choices
+            kind(queries, stages, ragged, blocks, d_query_apart=apart, holds_keys=holds)
+            for queries, stages, apart, ragged, blocks, holds in choices
+            if not holds or (apart and queries == 64)
         )
     else:
         parts = itertools.product((1, 2, 3), (32, 64))

@@ -34,11 +34,11 @@ APART = {
     "causal, grouped heads": (square(384, heads=2, kv_heads=1, is_causal=True), HopperBackwardTiles(128)),
     "causal, depth 128": (
         square(384, heads=1, kv_heads=1, qk_dim=128, v_dim=128, is_causal=True, lse_gradient=True),
-        HopperBackwardTiles(64, ragged_apart=True),
+        HopperBackwardTiles(64, ragged_apart=True, d_query_apart=True, holds_keys=True),
     ),
     "full, persistent": (
         Case(batch=1, q_len=128, kv_len=384, heads=2, kv_heads=1, qk_dim=128, v_dim=128),
-        HopperBackwardTiles(64, blocks=1),
+        HopperBackwardTiles(64, blocks=1, d_query_apart=True, holds_keys=True),
     ),
     "causal, persistent": (
         square(256, heads=2, kv_heads=2, is_causal=True),

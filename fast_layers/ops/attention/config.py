@@ -368,6 +368,8 @@ class HopperBackwardTiles:
     the one loop that keeps products from overlapping. At depths up to 64 under a causal mask alone it gained nothing.
 
     `d_query_apart`: dS goes to the GPU's memory, and another kernel makes dQ of it, where `leaves_d_scores`.
+
+    `holds_keys`: with it, half of K's columns stay in registers, but in tiles that a mask cuts through.
     """
 
     kv_tile = 128
@@ -377,12 +379,15 @@ class HopperBackwardTiles:
     ragged_apart: bool = False
     blocks: int = 0
     d_query_apart: bool = False
+    holds_keys: bool = False
 
     def __post_init__(self):
         if self.q_tile not in (64, 128):
             raise ValueError(f"{self.q_tile=} must be 64 or 128: two warpgroups share dQ's tile of 64 or 128 rows")
         if self.stages < 1 or self.blocks < 0:
             raise ValueError(f"{self.stages=} must be at least 1 and {self.blocks=} at least 0")
+        if self.holds_keys and not (self.d_query_apart and self.q_tile == 64):
+            raise ValueError(f"{self.holds_keys=}: with dQ in the kernel or with 128 queries there are no registers left")
 
     @property
     def depth_multiple(self) -> int:
@@ -401,7 +406,8 @@ class HopperBackwardTiles:
 
     def for_call(self, problem: Problem) -> HopperBackwardTiles:
         """Without what this call has no use for."""
-        return dataclasses.replace(self, d_query_apart=self.d_query_apart and self.leaves_d_scores(problem))
+        apart = self.d_query_apart and self.leaves_d_scores(problem)
+        return dataclasses.replace(self, d_query_apart=apart, holds_keys=apart and self.holds_keys)
 
     def leaves_d_scores(self, problem: Problem) -> bool:
         """No mask, or over as many keys as queries a causal one or a window; whole tiles; dS fits, of a

@@ -64,7 +64,7 @@ from fast_layers.ops.attention.hopper_grad_parts import (
 )
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
-from fast_layers.ops.attention.tile_mask import TileMask
+from fast_layers.ops.attention.tile_mask import WGMMA, TileMask
 
 WARPGROUPS = 2
 LSE, DELTA, UNITS = range(3)
@@ -235,7 +235,7 @@ def _run(
                 value = inputs.value.at[example, pl.ds(k_start + i * ROWS, ROWS), kv_head]
                 plgpu.copy_gmem_to_smem(value, s.v_slot.at[i], s.kv_ready)
 
-        def load_queries(head, q_index, step, _hides):
+        def load_queries(head, q_index, step, _hides, _held):
             slot, rows = lax.rem(step, ring), pl.ds(q_index * q_tile, q_tile)
 
             @pl.when(step >= ring)
@@ -318,7 +318,7 @@ def _run(
                 plgpu.barrier_arrive(s.queries_mended)
                 plgpu.barrier_wait(s.queries_mended)
 
-        def weights_and_gradients(score_acc, d_weight_acc, slot, head, q_index, hides):
+        def weights_and_gradients(score_acc, d_weight_acc, slot, head, q_index, hides, held_key):
             """(weights, those that are kept, their gradients)."""
             at = {"example": example, "head": head, "q_start": q_index * q_tile, "k_start": k_start, "q_axis": 1}
             query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
@@ -339,8 +339,8 @@ def _run(
                 score_acc[...] = lse
             if not p.dropout_rate:
                 d_weight_acc[...] = delta
-            for i in range(panels):
-                plgpu.wgmma(score_acc, key[i], query.at[:, i * panel : (i + 1) * panel].T)
+            for i, part in enumerate(key if held_key is None else [*key[:-1], held_key]):
+                plgpu.wgmma(score_acc, part, query.at[:, i * panel : (i + 1) * panel].T)
             plgpu.wgmma(d_weight_acc, value, d_out.T)
             scores = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)  # d_weights' product goes on
             to_log2, d_cap = p.scale * LOG2_E, None
@@ -367,13 +367,14 @@ def _run(
             return weights, kept, d_weights if d_cap is None else d_weights * d_cap
 
         def over_queries(d_key, d_value):
-            def step(head, q_index, before: _Before, hides):
+            def step(head, q_index, before: _Before, hides, held_key):
                 i = before.steps
                 slot, buffer = lax.rem(i, ring), lax.rem(i, 2)
                 query, d_out = s.q_slots.at[slot], s.d_out_slots.at[slot]
                 first_row = warpgroup * ROWS if by_rows else 0
+                place_of_tile = {"slot": slot, "head": head, "q_index": q_index}
                 weights, kept, d_weights = pl.run_scoped(
-                    functools.partial(weights_and_gradients, slot=slot, head=head, q_index=q_index, hides=hides),
+                    functools.partial(weights_and_gradients, **place_of_tile, hides=hides, held_key=held_key),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                     plgpu.WGMMAAccumulatorRef((ROWS, q_tile), jnp.float32),
                 )
@@ -429,7 +430,11 @@ def _run(
                     to = last_ref.at[TILE // ROWS * row + q_index * halves + j, own]
                     plgpu.copy_smem_to_gmem(s.d_scores.at[buffer, j, own], to)
 
-            after = piece.each_query_tile(step, before)
+            def hold_key():
+                # As products read it from shared memory, that would be busier than the tensor cores.
+                return plgpu.load(key[-1], layout=WGMMA, optimized=False) if tiles.holds_keys else None
+
+            after = piece.each_query_tile(step, before, hold_key)
             return after, d_key[...], d_value[...]
 
         return pl.run_scoped(

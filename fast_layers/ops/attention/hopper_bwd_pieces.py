@@ -157,11 +157,15 @@ class Piece(NamedTuple):
     def steps(self) -> Any:
         return (self.last - self.first) * self.problem.group
 
-    def each_query_tile(self, role: Callable[..., Any], state: Any) -> Any:
-        """The last `state = role(head, q_index, state, hides)`; `hides`: whether the mask may hide some scores."""
+    def each_query_tile(self, role: Callable[..., Any], state: Any, hold: Callable[[], Any] = lambda: None) -> Any:
+        """The last `state = role(head, q_index, state, hides, held)`.
+
+        `hides`: whether the mask may hide some scores; `held`: else what `hold()` gives before the loop.
+        """
 
         def some(head, begin, end, hides, place, state):
-            return lax.fori_loop(begin, end, lambda i, state: role(head, place(i), state, hides), state)
+            held = None if hides else hold()
+            return lax.fori_loop(begin, end, lambda i, state: role(head, place(i), state, hides, held), state)
 
         def of_head(head, state):
             if not self.ragged_apart:

@@ -57,6 +57,8 @@ def test_warpgroups_of_the_deep_backward_ask_for_no_more_either():
         (lambda: HopperBackwardTiles(96), "q_tile"),
         (lambda: HopperBackwardTiles(64, stages=0), "stages"),
         (lambda: HopperBackwardTiles(64, blocks=-1), "blocks"),
+        (lambda: HopperBackwardTiles(64, holds_keys=True), "holds_keys"),
+        (lambda: HopperBackwardTiles(128, d_query_apart=True, holds_keys=True), "holds_keys"),
         (lambda: HopperDeepBackwardTiles(0), "d_query_slots"),
         (lambda: HopperDeepBackwardTiles(columns=48), "columns"),
     ],
