@@ -79,6 +79,9 @@ _LATE_FOR_MEMORY = 0.02
 """A group is smaller where all pairs are finished so little later."""
 _GROUP_COST = 4
 """Of a group's kernels to start and end, in the time of a tile."""
+_FEWEST_TILES_HELD = 16
+"""Of keys without a mask, twice as many under a causal one, from which on a block for each tile of keys, with half of
+it in registers, is faster than persistent blocks, which have no such registers left."""
 _MOST_SPLITS = 128
 _KEY_TILES_PER_SPLIT = 4
 """At least, where the keys are split."""
@@ -369,7 +372,7 @@ class HopperBackwardTiles:
 
     `d_query_apart`: dS goes to the GPU's memory, and another kernel makes dQ of it, where `leaves_d_scores`.
 
-    `holds_keys`: with it, half of K's columns stay in registers, but in tiles that a mask cuts through.
+    `holds_keys`: with it, half of K's columns stay in registers, but for tiles that a mask cuts through.
     """
 
     kv_tile = 128
@@ -387,7 +390,9 @@ class HopperBackwardTiles:
         if self.stages < 1 or self.blocks < 0:
             raise ValueError(f"{self.stages=} must be at least 1 and {self.blocks=} at least 0")
         if self.holds_keys and not (self.d_query_apart and self.q_tile == 64):
-            raise ValueError(f"{self.holds_keys=}: with dQ in the kernel or with 128 queries there are no registers left")
+            raise ValueError(
+                f"{self.holds_keys=}: with dQ in the kernel or with 128 queries there are no registers left"
+            )
 
     @property
     def depth_multiple(self) -> int:
@@ -438,8 +443,11 @@ class HopperBackwardTiles:
             gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES
         else:
             gains = band is None or (d_query_apart if band.low is None else p.group == 1)
+        holds_keys = d_query_apart and not shallow and window is None and p.softcap is None
+        holds_keys = holds_keys and kv_tiles >= _FEWEST_TILES_HELD * (1 if band is None else 2)
         persistent = gains and known_before_the_call(p) and p.batch * p.kv_heads * kv_tiles <= MOST_DEALT_PIECES
-        return dataclasses.replace(tiles, blocks=HOPPER_SMS if persistent else 0, d_query_apart=d_query_apart)
+        blocks = HOPPER_SMS if persistent and not holds_keys else 0
+        return dataclasses.replace(tiles, blocks=blocks, d_query_apart=d_query_apart, holds_keys=holds_keys)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,17 @@ def test_impossible_tiles_reject_themselves(make, reason):
         make()
 
 
+def _backward_tiles(q_len, kv_len, depth, options) -> HopperBackwardTiles:
+    def choose(query, key, value):
+        inputs, aux, given, _ = api._prepare(query, key, value, **options)
+        chosen.append(HopperBackwardTiles.of(given.problem(inputs, aux)))
+
+    chosen: list[HopperBackwardTiles] = []
+    lengths = q_len, kv_len, kv_len
+    jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, length, 16, depth), jnp.bfloat16) for length in lengths))
+    return chosen[0]
+
+
 @pytest.mark.parametrize(
     ("q_len", "kv_len", "depth", "options", "apart"),
     [
@@ -90,14 +101,24 @@ def test_impossible_tiles_reject_themselves(make, reason):
     ],
 )
 def test_rows_of_whole_tiles_have_a_kernel_for_d_query(q_len, kv_len, depth, options, apart):
-    def choose(query, key, value):
-        inputs, aux, given, _ = api._prepare(query, key, value, **options)
-        chosen.append(HopperBackwardTiles.of(given.problem(inputs, aux)))
+    assert _backward_tiles(q_len, kv_len, depth, options).d_query_apart == apart
 
-    chosen: list[HopperBackwardTiles] = []
-    lengths = q_len, kv_len, kv_len
-    jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, length, 16, depth), jnp.bfloat16) for length in lengths))
-    assert chosen[0].d_query_apart == apart
+
+@pytest.mark.parametrize(
+    ("length", "options", "holds"),
+    [
+        (1024, {}, False),
+        (2048, {}, True),
+        (2048, {"is_causal": True}, False),
+        (4096, {"is_causal": True}, True),
+        (4096, {"softcap": 30.0}, False),
+        (4096, {"local_window_size": (256, 0)}, False),
+    ],
+)
+def test_long_rows_hold_keys_in_registers(length, options, holds):
+    tiles = _backward_tiles(length, length, 128, options)
+    assert tiles.d_query_apart
+    assert (tiles.holds_keys, tiles.blocks) == ((True, 0) if holds else (False, HOPPER_SMS))
 
 
 @pytest.mark.parametrize(
