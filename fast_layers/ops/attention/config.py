@@ -80,8 +80,8 @@ _LATE_FOR_MEMORY = 0.02
 _GROUP_COST = 4
 """Of a group's kernels to start and end, in the time of a tile."""
 _FEWEST_TILES_HELD = 16
-"""Of keys without a mask, twice as many under a causal one, from which on a block for each tile of keys, with half of
-it in registers, is faster than persistent blocks, which have no such registers left."""
+"""Of keys, and of queries, without a mask, twice as many under a causal one, from which on a block for each tile of
+keys, with half of it in registers, is faster than persistent blocks, which have no such registers left."""
 _MOST_SPLITS = 128
 _KEY_TILES_PER_SPLIT = 4
 """At least, where the keys are split."""
@@ -444,7 +444,8 @@ class HopperBackwardTiles:
         else:
             gains = band is None or (d_query_apart if band.low is None else p.group == 1)
         holds_keys = d_query_apart and not shallow and window is None and p.softcap is None
-        holds_keys = holds_keys and kv_tiles >= _FEWEST_TILES_HELD * (1 if band is None else 2)
+        tiles_held = min(p.q_len, p.kv_len) // cls.kv_tile
+        holds_keys = holds_keys and tiles_held >= _FEWEST_TILES_HELD * (1 if band is None else 2)
         persistent = gains and known_before_the_call(p) and p.batch * p.kv_heads * kv_tiles <= MOST_DEALT_PIECES
         blocks = HOPPER_SMS if persistent and not holds_keys else 0
         return dataclasses.replace(tiles, blocks=blocks, d_query_apart=d_query_apart, holds_keys=holds_keys)

@@ -105,18 +105,19 @@ def test_rows_of_whole_tiles_have_a_kernel_for_d_query(q_len, kv_len, depth, opt
 
 
 @pytest.mark.parametrize(
-    ("length", "options", "holds"),
+    ("q_len", "kv_len", "options", "holds"),
     [
-        (1024, {}, False),
-        (2048, {}, True),
-        (2048, {"is_causal": True}, False),
-        (4096, {"is_causal": True}, True),
-        (4096, {"softcap": 30.0}, False),
-        (4096, {"local_window_size": (256, 0)}, False),
+        (1024, 1024, {}, False),
+        (2048, 2048, {}, True),
+        (1024, 4096, {}, False),
+        (2048, 2048, {"is_causal": True}, False),
+        (4096, 4096, {"is_causal": True}, True),
+        (4096, 4096, {"softcap": 30.0}, False),
+        (4096, 4096, {"local_window_size": (256, 0)}, False),
     ],
 )
-def test_long_rows_hold_keys_in_registers(length, options, holds):
-    tiles = _backward_tiles(length, length, 128, options)
+def test_long_rows_hold_keys_in_registers(q_len, kv_len, options, holds):
+    tiles = _backward_tiles(q_len, kv_len, 128, options)
     assert tiles.d_query_apart
     assert (tiles.holds_keys, tiles.blocks) == ((True, 0) if holds else (False, HOPPER_SMS))
 
