@@ -209,7 +209,9 @@ def _flash4(same_bits: bool, case: Case, q, k, v, extras):
     from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
 
     window = _window(case) or (None, None)
-    options = {"window_size": window, "softcap": case.softcap or 0.0, "deterministic": same_bits}
+    options: dict[str, Any] = {"window_size": window, "softcap": case.softcap or 0.0}
+    if same_bits:
+        options["deterministic"] = True
     out = flash_attn_func(q, k, v, causal=case.causal, **options)
     return out[0] if isinstance(out, tuple) else out
 
