@@ -206,17 +206,20 @@ class Work:
         # Not by `mask.tiles`, which would be put together again here. Unsigned, quotients are shifts, which XLA fuses.
         first, last = (x.astype(jnp.uint32) for x in KvRange.of(mask.start, mask.stop, self.tiles.q_tile))
         tiles = ((last + (size - 1)) // size - jnp.minimum(first, keys - 1) // size).astype(jnp.int32)
-        index = np.arange(order.tiles, dtype=np.int32)
+        place = index = jnp.arange(order.tiles, dtype=jnp.int32)
         if p.mask.band is not None and p.mask.band.high is not None:
-            index = index[::-1]  # as in `piece`
+            index = order.tiles - 1 - index  # as in `piece`
         # Sums over comparisons: sorting would take XLA longer than all else here.
         falling = tiles * order.tiles - index
         ranks = (falling[:, None, :] > falling[:, :, None]).sum(-1, dtype=jnp.int32)
         ranks = ranks[0] if ranks.shape[0] == 1 else ranks[example]
-        wanted, is_piece = (jnp.asarray(x)[..., None] for x in (rank, np.arange(dealt.shape[1]) > 0))
-        found = jnp.asarray(dealt - order.group * rank)[..., None] + order.group * index
-        count = jnp.where(np.arange(order.tiles) == 0, dealt[..., None], 0)
-        return jnp.where(is_piece, jnp.where(ranks == wanted, found, 0), count).sum(-1, dtype=jnp.int32)
+        is_piece = np.arange(dealt.shape[1]) > 0
+        wanted, rest = (
+            jnp.asarray(np.where(is_piece, x, y))[..., None]
+            for x, y in ((rank, -1), (dealt - order.group * rank, dealt))
+        )
+        found = jnp.where(ranks == wanted, order.group * index, 0) + jnp.where(place == 0, rest, 0)
+        return found.sum(-1, dtype=jnp.int32)
 
     def key_tiles(self) -> np.ndarray:
         """Of each piece, or of each block's; all the same where the mask is not known before the call."""
