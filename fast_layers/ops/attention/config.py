@@ -62,8 +62,7 @@ MAX_SHALLOW_DEPTH = 128
 """Of the backward with two equal warpgroups: beyond, dK and dV of 64 keys do not fit in one."""
 _DEEPEST_RING = 8
 _FEW_ROWS_RING_BYTES = 96 << 10
-"""Of keys and values on their way to a block of few rows. Measured on an H200: see bench/NOTES.md. More wait for one
-another in front of memory."""
+"""Of keys and values on their way to a block of few rows, at the depths where an H200 was timed: bench/NOTES.md."""
 MOST_DEALT_PIECES = 1 << 18
 """Of a persistent grid: tracing a call deals them out in Python, and their list becomes a constant of the program."""
 _MOST_SHALLOW_TILES = 64
@@ -313,16 +312,18 @@ class HopperForwardTiles:
     @classmethod
     def _of_few_rows(cls, p: Problem) -> HopperForwardTiles:
         """One warpgroup: memory is what such a problem waits for."""
-        tiles = cls(1, 128 if max(p.qk_dim, p.v_dim) <= 64 else 64, takes_turns=False)
-        slot_bytes = tiles.kv_tile * (p.qk_dim + p.v_dim) * p.dtype.itemsize
-        return tiles._split_for(p, min(_FEW_ROWS_RING_BYTES // slot_bytes, _DEEPEST_RING))
+        deepest = max(p.qk_dim, p.v_dim)
+        tiles = cls(1, 128 if deepest <= 64 else 64, takes_turns=False)
+        if not 64 <= deepest <= 128:
+            return tiles._split_for(p)
+        return tiles._split_for(p, _FEW_ROWS_RING_BYTES // (tiles.kv_tile * (p.qk_dim + p.v_dim) * p.dtype.itemsize))
 
-    def _split_for(self, p: Problem, deepest: int = _DEEPEST_RING) -> HopperForwardTiles:
-        """These tiles with the keys split, and as many keys on their way as fit, in `deepest` slots at most."""
+    def _split_for(self, p: Problem, most_stages: int = _DEEPEST_RING) -> HopperForwardTiles:
+        """These tiles with the keys split, and as many keys on their way as fit, in `most_stages` slots at most."""
         keys = _keys_seen(p, self.q_tile)
         pieces = p.batch * p.heads * -(-p.q_len // self.q_tile)
         tiles = dataclasses.replace(self, splits=num_splits(pieces, -(-keys // self.kv_tile)))
-        deeper = (dataclasses.replace(tiles, stages=stages) for stages in range(deepest, tiles.stages, -1))
+        deeper = (dataclasses.replace(tiles, stages=stages) for stages in range(most_stages, tiles.stages, -1))
         return next((t for t in deeper if t.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES), tiles)
 
     @classmethod
