@@ -49,7 +49,7 @@ class Call:
         if max(self.qk_dim, self.v_dim or 0) > 128:
             known = not (self.segments or self.bias or self.mask or "dropout_rate" in self.options)
             return known and self.length % 128 == 0
-        windowed = self.qk_dim == 128 and not self.segments and "local_window_size" in self.options
+        windowed = self.qk_dim == 128 and "local_window_size" in self.options
         return windowed or self.leaves_d_scores
 
     def compilation(self) -> Compilation:
@@ -103,6 +103,7 @@ BATCHES = {
     "more forms": {
         "d128 causal": Call(**FEW_HEADS, options=CAUSAL),
         "d128 segments": Call(kv_heads=4, segments=True, options=CAUSAL),
+        "d128 segments, dQ apart": Call(4096, segments=True, leaves_d_scores=True, options=CAUSAL),
         "d256 full": Call(qk_dim=256),
         "d128 full": Call(**FEW_HEADS),
         "d64 full, short": Call(512, qk_dim=64, batch=8, leaves_d_scores=True),
@@ -168,7 +169,8 @@ SPILLS = {
     "d128 window": (0, 200, 0),
     "d128 window, softcap": (44, 200, 0),
     "d128 segments": (24, 350),
-    "d128 everything": (53, 540),
+    "d128 everything": (53, 245, 0),
+    "d128 segments, dQ apart": (24, 24, 0),
     "d192/128 causal": (0, 0, 0),
     "d256 causal": (5, 0, 0),
     "d256 causal, odd length": (5, 0),

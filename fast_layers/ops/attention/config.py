@@ -75,6 +75,11 @@ MOST_D_SCORES_BYTES = 1088 << 20
 """Of dS in memory at a time: two heads of 16,384 tokens in 16 bits, or four under a causal mask."""
 _MOST_D_SCORES = 9 / 2
 """Of what dQ's integers would take; more than four times, for the whole tiles at both ends of a window."""
+_MOST_TOLD_SCORES = 9
+"""Likewise, where arrays say what is hidden."""
+_LEAST_TOLD_PIECES = 512
+"""Tiles of keys in one of several groups of heads, where arrays tell their length: fewer leave SMs idle at the end.
+Without a causal mask groups gained too little."""
 _MOST_GROUPS_LOSE = 0.06
 """Of the time that all heads at once would take, for dQ apart to be worth it. Within windows groups were not timed."""
 _LATE_FOR_MEMORY = 0.02
@@ -175,12 +180,18 @@ def scores_group(problem: Problem) -> int:
     p, total = problem, problem.batch * problem.kv_heads
     integers = 4 * p.batch * p.heads * p.q_len * p.qk_dim
     of_pair = p.group * scores_tiles(p) * 128 * 128 * p.dtype.itemsize
-    most = min(int(min(MOST_D_SCORES_BYTES, _MOST_D_SCORES * integers)) // of_pair, total)
+    known = known_before_the_call(p)
+    integers *= _MOST_D_SCORES if known else _MOST_TOLD_SCORES
+    most = min(int(min(MOST_D_SCORES_BYTES, integers)) // of_pair, total)
     if window_tiles(p):
         return total if most == total else 0
     if most == 0:
         return 0
     fewest = -(-total // most)
+    if not known:
+        pairs = -(-total // fewest)
+        several = p.mask.band is not None and pairs * (p.kv_len // 128) >= _LEAST_TOLD_PIECES
+        return pairs if fewest == 1 or several else 0
     choices = {-(-total // groups) for groups in range(fewest, min(8 * fewest, total) + 1)}
     soonest = min(_duration(p, pairs) for pairs in choices)
     if soonest > (1 + _MOST_GROUPS_LOSE) * _duration(p, total):
@@ -421,14 +432,14 @@ class HopperBackwardTiles:
         return dataclasses.replace(self, d_query_apart=apart, holds_keys=apart and self.holds_keys)
 
     def leaves_d_scores(self, problem: Problem) -> bool:
-        """No mask, or over as many keys as queries a causal one or a window; whole tiles; dS fits, of a
-        group of heads or, within a window, of all."""
+        """No mask, or over as many keys as queries a causal one or a window, and any intervals within; whole tiles; dS
+        fits, of a group of heads or, within a window, of all."""
         p, band = problem, problem.mask.band
         own = band is None
         if band is not None and band.high is not None and p.q_len == p.kv_len:
             own = band.high == 0 if band.low is None else band.low <= 0 <= band.high
         whole = p.q_len % self.kv_tile == p.kv_len % self.kv_tile == 0 and p.qk_dim == p.v_dim in (64, 128)
-        return known_before_the_call(p) and own and whole and scores_group(p) > 0
+        return not p.per_score and own and whole and scores_group(p) > 0
 
     @classmethod
     def of(cls, problem: Problem) -> HopperBackwardTiles:
@@ -444,12 +455,13 @@ class HopperBackwardTiles:
             short = window[0] * cls.kv_tile <= WIDEST_WINDOW_APART.get(p.qk_dim, 0)
         else:
             short = max(p.q_len, p.kv_len) <= LONGEST_D_QUERY_APART.get(p.qk_dim, 0)
-        d_query_apart = short and tiles.leaves_d_scores(p)
+        timed = known_before_the_call(p) or p.qk_dim == 128
+        d_query_apart = short and timed and tiles.leaves_d_scores(p)
         if shallow:
             gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES
         else:
             gains = band is None or (d_query_apart if band.low is None else p.group == 1)
-        holds_keys = d_query_apart and not shallow and window is None and p.softcap is None
+        holds_keys = d_query_apart and not shallow and window is None and p.softcap is None and known_before_the_call(p)
         tiles_held = min(p.q_len, p.kv_len) // cls.kv_tile
         holds_keys = holds_keys and tiles_held >= _FEWEST_TILES_HELD * (1 if band is None else 2)
         persistent = gains and known_before_the_call(p) and p.batch * p.kv_heads * kv_tiles <= MOST_DEALT_PIECES

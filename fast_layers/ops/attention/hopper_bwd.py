@@ -52,6 +52,7 @@ from fast_layers.ops.attention import hopper_bwd_apart, hopper_bwd_pieces
 from fast_layers.ops.attention.config import HopperBackwardTiles, sees_all
 from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE, Piece
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores, gradients
+from fast_layers.ops.attention.hopper_bwd_visits import Visits
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_grad_parts import (
     BY_QUERY,
@@ -87,10 +88,12 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         return d_query[...], d_key[...], d_value[...]
 
     def leave(left, operands, turn, d_key_ref, d_value_ref):
-        (d_scores,) = _run(tiles, p, operands, d_key_ref, d_value_ref, left=left, turn=turn)
+        (d_scores,) = _run(tiles, p, operands, d_key_ref, d_value_ref, left=left, visits=visits, turn=turn)
         return d_scores
 
-    return gradients(p, operands, leave, hopper_bwd_apart.d_query)
+    visits = None if operands.mask is None else Visits.of(p, operands.mask, operands.broken_queries)
+    d_query = functools.partial(hopper_bwd_apart.d_query, visits)
+    return gradients(p, operands._replace(q_span=None), leave, d_query)
 
 
 def _run(
@@ -102,6 +105,7 @@ def _run(
     *,
     d_query: Any = None,
     left: LeftScores | None = None,
+    visits: Visits | None = None,
     turn: Int[Array, " 1"] | None = None,
 ):
     """Writes dK and dV, and either adds to `d_query` or gives back a group's dS."""
@@ -122,13 +126,13 @@ def _run(
     with_units = operands.units is not None
     if operands.q_span is not None and hopper_bwd_pieces.ranks(order):
         schedule = hopper_bwd_pieces.longest_first(p, operands.q_span, order)
-    given = operands, None if schedule is None else jnp.asarray(schedule), turn
+    given = operands, None if schedule is None else jnp.asarray(schedule), visits, turn
     written = d_key_ref, d_value_ref, *([d_query] if lags else [])
     arrays, tree = jax.tree.flatten(given)
 
     def attention_backward(*refs, **scratch):
         inputs: Any
-        inputs, schedule_ref, turn_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        inputs, schedule_ref, visits_ref, turn_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         # The last of the results is dQ, or dS for it.
         d_key_ref, d_value_ref, last_ref = refs[tree.num_leaves :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
@@ -145,7 +149,10 @@ def _run(
         def each_piece(role, before):
             """The last `before = role(piece, turn, before)`, from what `before` makes; `turn` counts the pieces."""
             if not persistent:
-                piece = piece_of(block if schedule_ref is None else schedule_ref[block])
+                if visits_ref is not None:
+                    piece = Piece.visited(p, tiles, mask, visits_ref, pairs, first_pair, block)
+                else:
+                    piece = piece_of(block if schedule_ref is None else schedule_ref[block])
                 return role(piece, jnp.int32(0), before(piece))
 
             def take(_, index, state):
@@ -167,7 +174,7 @@ def _run(
             def gradients(piece: Piece, turn, before: _Before):
                 keys = pl.ds(piece.kv_index * KV_TILE + warpgroup * ROWS, ROWS)
                 before, d_key, d_value = compute(
-                    inputs, s, mask, logits, last_ref, piece, turn, before, keys.start, warpgroup
+                    inputs, s, mask, logits, last_ref, visits_ref, piece, turn, before, keys.start, warpgroup
                 )
                 if lags and not persistent:
                     last_d_query(s, last_ref, before, warpgroup)
@@ -268,6 +275,7 @@ def _run(
         mask: TileMask,
         logits: TileLogits,
         last_ref,
+        visits: Any,
         piece: Piece,
         turn,
         before: _Before,
@@ -298,6 +306,9 @@ def _run(
             for tile in (*key, value):
                 make_finite(tile)
             plgpu.commit_smem()
+        some_broken = None
+        if visits is not None and visits.some_broken is not None:
+            some_broken = visits.some_broken[example, piece.kv_head] != 0
         if lags:
             # The step before the first has no scores: its dQ, of whatever stands there, is added to nothing.
             nothing_before = (before.steps == 0) & (piece.steps > 0)
@@ -325,14 +336,17 @@ def _run(
             # Before the scores are there, since it takes many registers.
             keep = logits.keep(shape=(ROWS, q_tile), **at).astype(p.dtype) if p.dropout_rate else None
             broken = ragged = None
-            if hides and inputs.broken_queries is not None:
+            if hides and inputs.broken_queries is not None and some_broken is None:
                 broken = inputs.broken_queries[example, head, q_index] != 0
             if hides and not piece.ragged_apart:
-                ragged = mask.ragged_for_keys(example, q_index, k_start, ROWS)
+                told = visits is not None
+                ragged = piece.is_ragged(q_index) if told else mask.ragged_for_keys(example, q_index, k_start, ROWS)
             plgpu.barrier_wait(s.q_ready.at[slot])
             plgpu.barrier_wait(s.d_out_ready.at[slot])
             if broken is not None:
                 mend_queries(slot, broken)
+            if hides and some_broken is not None:
+                pl.when(some_broken)(lambda: mend_queries(slot, inputs.broken_queries[example, head, q_index] != 0))
             lse = by_query(plgpu.load(s.row_slots.at[LSE, slot], layout=BY_QUERY))
             delta = by_query(plgpu.load(s.row_slots.at[DELTA, slot], layout=BY_QUERY))
             if folds_lse(p):

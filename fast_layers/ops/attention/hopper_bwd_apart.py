@@ -9,7 +9,8 @@ and a block here goes through the keys that a tile of 128 queries sees, 64 for e
     dS, K       -> ready        waits consumed      dQ += dS K                        frees consumed
                                                     dQ * scale                        -> shared memory, then TMA
 
-The blocks are persistent, so that the next tile loads meanwhile. Each row is summed by one block in a fixed order.
+The blocks are persistent, so that the next tile loads meanwhile, or one for each tile of queries where arrays tell what
+they see. Each row is summed by one block in a fixed order.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jaxtyping import Array, Float, Int
 from fast_layers.kernel_parts.tile_order import TileOrder, deal, each_dealt
 from fast_layers.ops.attention.config import HOPPER_SMS
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
+from fast_layers.ops.attention.hopper_bwd_visits import Visits
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_d_query_parts import (
     FREEING,
@@ -39,7 +41,7 @@ from fast_layers.ops.attention.hopper_d_query_parts import (
 )
 from fast_layers.ops.attention.hopper_grad_parts import make_finite
 from fast_layers.ops.attention.problem import Problem
-from fast_layers.ops.attention.tile_mask import TileMask
+from fast_layers.ops.attention.tile_mask import Span, TileMask
 
 _IDLE_FOR_PAGES = 0.03
 """Heads are as few at a time as let the last block end so little late: what neighbours read lies near then."""
@@ -79,6 +81,7 @@ def _schedule(p: Problem, heads: int) -> tuple[TileOrder, np.ndarray]:
 
 
 def d_query(
+    visits: Visits | None,
     left: LeftScores,
     d_scores: Float[Array, "L 128 64"],
     key: Float[Array, "B S K H"],
@@ -88,13 +91,17 @@ def d_query(
     """Writes a group's dQ; `turn` as `LeftScores.in_groups` gives it."""
     p, depth = left.problem, key.shape[3]
     q_tiles = p.q_len // TILE
-    order, schedule = _schedule(p, left.pairs * p.group)
-    blocks = len(schedule)
-    mask = TileMask(p, TILE, TILE, None)
-    arrays, tree = jax.tree.flatten((d_scores, key, jnp.asarray(schedule), turn))
+    heads, mask = left.pairs * p.group, TileMask(p, TILE, TILE, None)
+    hides = visits is not None or mask.hides
+    order: Any = None
+    schedule: Any = None
+    if visits is None:
+        order, schedule = _schedule(p, heads)
+    blocks = heads * q_tiles if schedule is None else len(schedule)
+    arrays, tree = jax.tree.flatten((d_scores, key, None if schedule is None else jnp.asarray(schedule), visits, turn))
 
     def attention_backward_query(*refs, **scratch):
-        d_scores_ref, key_ref, schedule_ref, turn_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        d_scores_ref, key_ref, schedule_ref, visits_ref, turn_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         d_query_ref = refs[tree.num_leaves]
         s = Scratch(**scratch)
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
@@ -102,6 +109,9 @@ def d_query(
 
         def each_tile(role, state):
             """The last `state = role(head within the group, q_index, its tiles of keys, state)`."""
+            if visits_ref is not None:
+                head, q_index, *span = visits_ref.of_queries(block, heads, first_head, p.heads)
+                return role(head, q_index, Span(*span), state)
 
             def take(_, index, state):
                 head, tiles_after = order.locate(index)
@@ -140,7 +150,7 @@ def d_query(
                     def tile(j, step):
                         slot = lax.rem(step, STAGES)
                         plgpu.barrier_wait(s.ready.at[slot])
-                        if mask.hides:
+                        if hides:
                             pl.when(span.ragged(j))(lambda: mend(slot))
                         plgpu.wgmma(acc, s.score_slots.at[slot, warpgroup].T, s.key_slots.at[slot])
                         plgpu.wgmma_wait(0)

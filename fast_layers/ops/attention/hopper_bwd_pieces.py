@@ -25,6 +25,7 @@ from fast_layers.ops.attention.config import (
     sees_all,
 )
 from fast_layers.ops.attention.hopper_bwd_scores import TILE
+from fast_layers.ops.attention.hopper_bwd_visits import Visits
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_mask import TileMask
 
@@ -149,9 +150,28 @@ class Piece(NamedTuple):
         start = lax.div(kv_index * last, order.tiles) if sees_all(p) else first
         return cls(p, mask, apart, pair, example, kv_head, kv_index, first, last, full, start)
 
+    @classmethod
+    def visited(
+        cls,
+        p: Problem,
+        tiles: HopperBackwardTiles,
+        mask: TileMask,
+        visits: Visits,
+        pairs: int,
+        first_pair: Any,
+        block: Any,
+    ) -> Piece:
+        pair, kv_index, first, last, *full = visits.of_keys(block, pairs, first_pair, p.kv_heads)
+        example, kv_head = lax.div(first_pair + pair, p.kv_heads), lax.rem(first_pair + pair, p.kv_heads)
+        first, last = (x * (TILE // tiles.q_tile) for x in (first, last))
+        return cls(p, mask, False, pair, example, kv_head, kv_index, first, last, (full[0], full[1]), first)
+
     @property
     def first_head(self) -> Any:
         return self.kv_head * self.problem.group
+
+    def is_ragged(self, q_index: Any) -> Any:
+        return (q_index < self.full[0]) | (q_index >= self.full[1])
 
     @property
     def steps(self) -> Any:

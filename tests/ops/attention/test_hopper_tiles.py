@@ -97,7 +97,12 @@ def _backward_tiles(q_len, kv_len, depth, options) -> HopperBackwardTiles:
         (2048, 2048, 128, {"local_window_size": (1025, 0)}, False),
         (4096, 4096, 128, {"local_window_size": (1024, 0)}, False),  # more than 1 GiB
         (512, 512, 128, {"local_window_size": (100, 0), "q_offset": 200}, False),
-        (512, 512, 128, {"key_value_seq_lengths": np.full(8, 100)}, False),
+        (512, 512, 128, {"key_value_seq_lengths": np.full(8, 100)}, True),
+        (512, 512, 64, {"key_value_seq_lengths": np.full(8, 100)}, False),
+        (2048, 2048, 128, {"segment_ids": np.zeros(2048, int), "is_causal": True}, True),
+        (4096, 4096, 128, {"segment_ids": np.zeros(4096, int), "is_causal": True}, True),  # in two groups
+        (4096, 4096, 128, {"segment_ids": np.zeros(4096, int)}, False),  # not in groups
+        (16384, 16384, 128, {"segment_ids": np.zeros(16384, int)}, False),  # two heads have too few tiles of keys
     ],
 )
 def test_rows_of_whole_tiles_have_a_kernel_for_d_query(q_len, kv_len, depth, options, apart):

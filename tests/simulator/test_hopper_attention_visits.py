@@ -1,0 +1,109 @@
+"""dS of the tiles that documents, lengths and prefixes visit, and dQ of it, on Hopper in the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from selection import some_each_run
+
+from fast_layers.ops.attention import api, hopper_bwd_scores, hopper_bwd_visits, hopper_call, reference
+from fast_layers.ops.attention.config import HopperBackwardTiles
+from fast_layers.ops.attention.problem import Residuals
+from fast_layers.testing import simulate
+from fast_layers.testing.parity import Case
+from simulator.attention import backward_tiles, judge, only, patched
+
+
+def _square(length: int, **options: Any) -> Case:
+    return dataclasses.replace(Case(q_len=length, kv_len=length, batch=1, heads=1, kv_heads=1), **options)
+
+
+VISITED = {
+    "causal documents, grouped heads": (
+        _square(384, heads=2, is_causal=True, documents=(100, 37, 247)),
+        HopperBackwardTiles(128),
+    ),
+    "causal documents, depth 128": (
+        _square(384, qk_dim=128, v_dim=128, is_causal=True, documents=(190, 150), lse_gradient=True),
+        HopperBackwardTiles(64),
+    ),
+    "documents": (
+        _square(512, batch=2, heads=2, kv_heads=2, documents=(120, 150, 77)),
+        HopperBackwardTiles(128),
+    ),
+    "documents, scattered": (
+        _square(384, batch=2, qk_dim=128, v_dim=128, documents=(150, 3, 57), scattered=True),
+        HopperBackwardTiles(64),
+    ),
+    "documents, window": (
+        _square(512, documents=(250, 200), window=(130, 0)),
+        HopperBackwardTiles(128),
+    ),
+    "documents, padding of NaN": (
+        _square(512, batch=2, documents=(250, 3), poisoned_padding=True),
+        HopperBackwardTiles(128),
+    ),
+    "documents, softcap": (
+        _square(256, is_causal=True, softcap=5.0, documents=(150, 106)),
+        HopperBackwardTiles(128),
+    ),
+    # Tiles of keys that no query sees come between those of other examples.
+    "lengths": (
+        _square(384, batch=3, key_lengths=(300, 77, 0), query_lengths=(211, 384, 384)),
+        HopperBackwardTiles(128),
+    ),
+    "prefix": (_square(384, batch=2, prefix=(150, 200)), HopperBackwardTiles(128)),
+}
+# Pairs of an example and a head in a group: the last has one that was done before, or each is alone.
+PAIRS = {"documents": 3, "documents, scattered": 1, "lengths": 1}
+
+
+def _visited(tiles: HopperBackwardTiles, pairs: int | None = None) -> list[tuple[Any, str, Any]]:
+    # Two heads side by side at most.
+    patches = [
+        backward_tiles(dataclasses.replace(tiles, d_query_apart=True)),
+        (hopper_bwd_visits, "_KEYS_TOGETHER", 8),
+        (hopper_bwd_visits, "_QUERIES_TOGETHER", 8),
+    ]
+    return patches if pairs is None else [*patches, (hopper_bwd_scores, "scores_group", lambda _: pairs)]
+
+
+@pytest.mark.parametrize("name", some_each_run(VISITED, {"lengths"}))
+def test_only_visited_tiles_are_left(name):
+    case, tiles = VISITED[name]
+    with patched(*_visited(tiles, PAIRS.get(name))):
+        judged = judge(case, supports=only("backward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("broken", ["query", "key", "value", "d_out"])
+def test_a_number_of_another_document_that_is_broken(broken):
+    """Documents of 150 and 234 tokens; what is broken in the second changes nothing in the first."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        name: jnp.asarray(rng.normal(size=(1, 384, 1, 64)), jnp.float16) for name in ("query", "key", "value", "d_out")
+    }
+    whole, arrays[broken] = arrays[broken], arrays[broken].at[0, 200, 0, 3].set(jnp.nan).at[0, 220, 0, 3].set(jnp.inf)
+    ids = np.repeat(np.arange(2), (150, 234)).astype(np.int32)
+    *given, d_out = arrays.values()
+    inputs, aux, options, _ = api._prepare(*given, segment_ids=ids, is_causal=True)
+    problem = options.problem(inputs, aux)
+    out, lse = reference.forward(problem, inputs, aux)
+    with patched(*_visited(HopperBackwardTiles(128))):
+        backward = functools.partial(hopper_call.backward, problem)
+        got = simulate(backward, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse)).check()
+    *given, d_out = (arrays | {broken: whole}).values()
+    inputs, aux, options, _ = api._prepare(*given, segment_ids=ids, is_causal=True)
+    out, lse = reference.forward(problem, inputs, aux)
+    want = reference.backward(problem, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse))
+    for name in ("query", "key", "value"):
+        ours, theirs = (np.asarray(getattr(x, name), np.float32)[0] for x in (got, want))
+        np.testing.assert_allclose(ours[:150], theirs[:150], rtol=2e-2, atol=1e-2, err_msg=name)
+        assert np.isnan(ours[150:]).any(), name
