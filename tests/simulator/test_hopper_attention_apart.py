@@ -38,7 +38,7 @@ APART = {
     ),
     "full, persistent": (
         Case(batch=1, q_len=128, kv_len=384, heads=2, kv_heads=1, qk_dim=128, v_dim=128),
-        HopperBackwardTiles(64, blocks=1, d_query_apart=True, holds_keys=True),
+        HopperBackwardTiles(64, blocks=1),
     ),
     "causal, persistent": (
         square(256, heads=2, kv_heads=2, is_causal=True),
@@ -70,7 +70,7 @@ def _apart(tiles: HopperBackwardTiles | HopperDeepBackwardTiles) -> tuple[tuple[
     return backward_tiles(tiles), (hopper_bwd_apart, "HOPPER_SMS", 1), (hopper_bwd_deep_query, "HOPPER_SMS", 2)
 
 
-EACH_RUN_APART = {"causal, grouped heads", "full, persistent", "deep causal, grouped heads"}
+EACH_RUN_APART = {"causal, grouped heads", "causal, depth 128", "full, persistent", "deep causal, grouped heads"}
 
 
 @pytest.mark.parametrize("name", some_each_run(APART | DEEP_APART, EACH_RUN_APART))

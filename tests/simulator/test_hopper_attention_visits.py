@@ -73,7 +73,7 @@ def _visited(tiles: HopperBackwardTiles, pairs: int | None = None) -> list[tuple
     return patches if pairs is None else [*patches, (hopper_bwd_scores, "scores_group", lambda _: pairs)]
 
 
-@pytest.mark.parametrize("name", some_each_run(VISITED, {"lengths"}))
+@pytest.mark.parametrize("name", some_each_run(VISITED, {"causal documents, depth 128"}))
 def test_only_visited_tiles_are_left(name):
     case, tiles = VISITED[name]
     with patched(*_visited(tiles, PAIRS.get(name))):

@@ -170,6 +170,15 @@ def _duration(problem: Problem, pairs: int) -> float:
     return -(-p.batch * p.kv_heads // pairs) * (p.group * longest + _GROUP_COST)
 
 
+def most_scores_pairs(problem: Problem) -> int:
+    """How many pairs of an example and a key/value head may leave their dS at a time, by memory alone."""
+    p, total = problem, problem.batch * problem.kv_heads
+    integers = 4 * p.batch * p.heads * p.q_len * p.qk_dim
+    of_pair = p.group * scores_tiles(p) * 128 * 128 * p.dtype.itemsize
+    integers *= _MOST_D_SCORES if known_before_the_call(p) else _MOST_TOLD_SCORES
+    return min(int(min(MOST_D_SCORES_BYTES, integers)) // of_pair, total)
+
+
 @functools.cache
 def scores_group(problem: Problem) -> int:
     """How many pairs of an example and a key/value head leave their dS at a time; 0 where not even one may, or where
@@ -177,18 +186,13 @@ def scores_group(problem: Problem) -> int:
 
     The fewest that finish all pairs nearly as soon as any other number.
     """
-    p, total = problem, problem.batch * problem.kv_heads
-    integers = 4 * p.batch * p.heads * p.q_len * p.qk_dim
-    of_pair = p.group * scores_tiles(p) * 128 * 128 * p.dtype.itemsize
-    known = known_before_the_call(p)
-    integers *= _MOST_D_SCORES if known else _MOST_TOLD_SCORES
-    most = min(int(min(MOST_D_SCORES_BYTES, integers)) // of_pair, total)
+    p, total, most = problem, problem.batch * problem.kv_heads, most_scores_pairs(problem)
     if window_tiles(p):
         return total if most == total else 0
     if most == 0:
         return 0
     fewest = -(-total // most)
-    if not known:
+    if not known_before_the_call(p):
         pairs = -(-total // fewest)
         several = p.mask.band is not None and pairs * (p.kv_len // 128) >= _LEAST_TOLD_PIECES
         return pairs if fewest == 1 or several else 0

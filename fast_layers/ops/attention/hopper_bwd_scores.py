@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from fast_layers.ops.attention.config import scores_group, scores_tiles, window_tiles
+from fast_layers.ops.attention.config import most_scores_pairs, scores_group, scores_tiles, window_tiles
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_grad_parts import Operands
 from fast_layers.ops.attention.problem import Problem
@@ -39,7 +39,9 @@ class LeftScores:
     @property
     def pairs(self) -> int:
         """Of a group."""
-        return scores_group(self.problem)
+        total = self.problem.batch * self.problem.kv_heads
+        # Calls that `jax.vmap` joins leave dS if each alone would, if not in the fewest groups.
+        return scores_group(self.problem) or -(-total // -(-total // most_scores_pairs(self.problem)))
 
     @property
     def groups(self) -> int:

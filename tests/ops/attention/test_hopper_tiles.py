@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fast_layers.ops.attention import api, config, hopper_bwd_deep, hopper_bwd_scores
+from fast_layers.ops.attention import api, config, hopper_bwd_call, hopper_bwd_deep, hopper_bwd_scores
 from fast_layers.ops.attention.config import (
     HOPPER_SMEM_BYTES,
     HOPPER_SMS,
@@ -17,7 +17,7 @@ from fast_layers.ops.attention.config import (
     HopperDeepBackwardTiles,
     HopperForwardTiles,
 )
-from fast_layers.ops.attention.problem import Problem
+from fast_layers.ops.attention.problem import Problem, Residuals
 
 REGISTERS = 1 << 16
 WARPGROUP = 128
@@ -169,6 +169,34 @@ def test_groups_of_heads_fit_and_fill_the_gpu(length, batch, causal):
     # The work of all SMs against the longest tile of keys, and as many turns of middling ones as it takes.
     work, turns = left.pairs * left.tiles / HOPPER_SMS, -(-left.pairs * length // 128 // HOPPER_SMS)
     assert work / max(length // 128, turns * left.tiles / (length // 128)) >= 0.93
+
+
+@pytest.mark.parametrize(
+    ("calls", "batch", "options"),
+    [(16, 4, {"segment_ids": True}), (64, 1, {"is_causal": True, "local_window_size": (1023, 0)})],
+    ids=["documents", "window"],
+)
+def test_calls_that_vmap_joins_leave_d_scores_in_groups(calls, batch, options):
+    """Each alone leaves all of dS at once, which all of them have no room for."""
+    left = []
+
+    def one(query, lse, ids):
+        given = options | ({"segment_ids": ids} if "segment_ids" in options else {})
+        inputs, aux, call, _ = api._prepare(query, query, query, **given)
+        problem = call.problem(inputs, aux)
+        assert HopperBackwardTiles.of(problem).d_query_apart
+        joined = dataclasses.replace(problem, batch=calls * batch)
+        assert config.scores_group(problem)
+        assert not config.scores_group(joined)
+        left.append(hopper_bwd_scores.LeftScores(joined))
+        return hopper_bwd_call.attend_grad(problem, Residuals(inputs, aux, query, lse), query, lse).query
+
+    shape = calls, batch, 2048, 16, 128
+    query, lse = jax.ShapeDtypeStruct(shape, jnp.bfloat16), jax.ShapeDtypeStruct((*shape[:2], 16, 2048), jnp.float32)
+    d_query = jax.eval_shape(jax.vmap(one), query, lse, jax.ShapeDtypeStruct(shape[:3], jnp.int32))
+    assert d_query.shape == shape
+    assert 2 * np.prod(left[0].shape) <= config.MOST_D_SCORES_BYTES
+    assert left[0].groups > 1
 
 
 def test_no_groups_that_leave_the_gpu_idle():
