@@ -18,6 +18,8 @@ from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
 from simulator.attention import backward_tiles, judge, only, patched
 
+pytestmark = pytest.mark.simulator
+
 
 def _square(length: int, **options: Any) -> Case:
     return dataclasses.replace(Case(q_len=length, kv_len=length, batch=1, heads=1, kv_heads=1), **options)
