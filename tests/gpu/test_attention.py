@@ -5,6 +5,7 @@ python3 -m pytest tests/gpu -n0 -p no:cacheprovider
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import jax
@@ -111,6 +112,31 @@ def test_window_on_whole_tiles(backend):
     )
     table = check_parity(backends=[backend], cases={"window": case}, dtypes=[jnp.bfloat16])
     assert table.ok, f"\n{table}"
+
+
+# Hopper's backward leaves dS of their tiles at depth 128: of all heads at once, or of two groups of them.
+DOCUMENTS = {
+    "causal, grouped heads": Case(batch=2, q_len=2048, kv_len=2048, heads=16, kv_heads=4, documents=(700, 37, 1311)),
+    "causal, two groups": Case(batch=1, q_len=8192, kv_len=8192, heads=16, kv_heads=16, documents=(5000, 3192)),
+    "causal, padding of NaN": Case(
+        batch=2, q_len=1024, kv_len=1024, heads=8, kv_heads=8, documents=(500, 3, 400), poisoned_padding=True
+    ),
+    "lengths": Case(
+        batch=2, q_len=2048, kv_len=2048, heads=16, kv_heads=16, key_lengths=(2000, 77), query_lengths=(1999, 300)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_documents_on_whole_tiles(backend, name):
+    case = dataclasses.replace(DOCUMENTS[name], qk_dim=128, v_dim=128, is_causal=name.startswith("causal"))
+    table = check_parity(backends=[backend], cases={name: case}, dtypes=[jnp.bfloat16])
+    reasons = [row.refusal for row in table.refusals]
+    refusals.check(backend, lowering_targets()[0], reasons)
+    assert table.ok, f"\n{table}"
+    if len(reasons) == len(table.rows):
+        refusals.skip(backend, lowering_targets()[0], reasons)
 
 
 PER_SCORE = {
