@@ -37,6 +37,7 @@ from bench.peers import Peer
 from bench.report import Cell, Report, Row, environment, shorten
 
 JSON_NAME = "attention.json"
+DTYPES = ("float32", "bfloat16", "float16")
 CACHE_BYTES = 150e6
 """Input sets together exceed this, several times the L2 of a Hopper GPU (50 MB)."""
 MOST_SETS = 16
@@ -250,6 +251,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--passes {' '.join(args.passes)}: take some of {', '.join(sorted(known))}")
     if args.quick and args.cases:
         parser.error("--quick names its own cases: leave out --cases, or take --cases quick with others behind it")
+    for name, least in (("repeats", 1), ("jobs", 1), ("time_limit", 0), ("depth", 1)):
+        given = getattr(args, name)
+        if given is not None and not given >= least:
+            parser.error(f"--{name.replace('_', '-')} {given}: take at least {least}")
+    if args.dtype not in DTYPES:
+        parser.error(f"--dtype {args.dtype}: take one of {', '.join(DTYPES)}")
     return args
 
 

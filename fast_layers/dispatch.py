@@ -165,7 +165,8 @@ def use_backends(
         for which XLA is the better choice.
       reproducible: if False, a kernel of ours may add up floats in whatever order its blocks finish, where that is
         faster; then gradients differ in their last bits from run to run. Only attention's backward on Hopper and
-        Blackwell has such a form. If True, as it is by default, our kernels give the same bits in every run.
+        Blackwell has such a form. If True, as it is by default, our kernels give the same bits in every run of one
+        compiled program.
 
     What is not given stays as it was: contexts nest. The environment sets the outermost values, read once at import:
     FAST_LAYERS_BACKEND=name, FAST_LAYERS_FORBID=name,name, FAST_LAYERS_STRICT=1 and FAST_LAYERS_REPRODUCIBLE=0.

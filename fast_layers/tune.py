@@ -37,6 +37,7 @@ from fast_layers.ops.attention.config import (
     HopperDeepBackwardTiles,
     HopperForwardTiles,
 )
+from fast_layers.ops.attention.kernel_call import MAX_DEPTH
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import parity
 
@@ -83,6 +84,9 @@ def run(arguments: Any) -> int:
     if path is None:
         print(f"tune attention: {tuned.USER_TABLE} is empty, which means no user table; unset it or give --out")
         return 1
+    if problem := _unusable(a, path):
+        print(f"tune attention: {problem}")
+        return 1
     lengths = sorted(set(a.lengths))
     kinds = list(itertools.product(a.passes, a.depths, a.masks))
     _tell(f"{len(kinds) * len(lengths)} calls to tune: about {len(kinds) * len(lengths) * _MINUTES_EACH} minutes")
@@ -92,6 +96,23 @@ def run(arguments: Any) -> int:
         made, held = made + len(entries), _write(path, arch.name, entries)
     print(f"{made} entries written to {path}, which holds {held}; {failed.count} failures")
     return 1 if failed.count else 0
+
+
+def _unusable(arguments: Any, path: Path) -> str | None:
+    """What in the arguments would only fail later, after minutes of timing."""
+    a = arguments
+    if min(*a.lengths, a.tokens) < 1 or min(a.depths) < 1 or max(a.depths) > MAX_DEPTH:
+        given = f"--lengths {a.lengths}, --tokens {a.tokens} and --depths {a.depths}"
+        return f"{given}: lengths and tokens must be at least 1, depths from 1 to {MAX_DEPTH}"
+    is_new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        return f"the table cannot be written: {error}; give another --out"
+    return None
 
 
 @dataclasses.dataclass

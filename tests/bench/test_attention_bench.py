@@ -416,3 +416,14 @@ def test_torch_is_timed_by_events_around_a_batch_of_calls(gpu, capturable, metho
 def test_a_wrong_name_says_which_there_are(arguments, message):
     with pytest.raises(SystemExit, match=message):
         attention.main(arguments)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--repeats", "0"], ["--jobs", "-1"], ["--time-limit", "nan"], ["--depth", "0"], ["--dtype", "foo"]],
+    ids=" ".join,
+)
+def test_a_wrong_number_or_dtype_ends_before_anything_is_timed(wrong, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        attention.main(wrong)
+    assert f"{' '.join(wrong)}: take " in capsys.readouterr().err

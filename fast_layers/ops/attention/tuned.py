@@ -57,8 +57,6 @@ class Entry:
             raise ValueError(f"arch={self.arch!r} must be {HOPPER!r}")
         if self.mask not in MASKS:
             raise ValueError(f"mask={self.mask!r} must be one of {', '.join(MASKS)}")
-        if any(type(depth) is not int or depth < 1 for depth in (self.qk_dim, self.v_dim)):
-            raise ValueError(f"{self.qk_dim=} and {self.v_dim=} must be positive integers")
         if self.longest is not None and (type(self.longest) is not int or self.longest < 1):
             raise ValueError(f"{self.longest=} must be a positive integer, or null for any length")
         wanted = tiles_class(self.pass_, self.qk_dim, self.v_dim)
@@ -103,6 +101,8 @@ def _tiles_of_json(kind: type[Tiles], raw: Any) -> Tiles:
 
 
 def tiles_class(pass_: str, qk_dim: int, v_dim: int) -> type[Tiles]:
+    if any(type(depth) is not int or depth < 1 for depth in (qk_dim, v_dim)):
+        raise ValueError(f"{qk_dim=} and {v_dim=} must be positive integers")
     if pass_ == "forward":
         return HopperForwardTiles
     if pass_ != "backward":
@@ -166,7 +166,10 @@ def user_table() -> tuple[Entry, ...]:
 
 def parse(text: str) -> tuple[Entry, ...]:
     """Raises ValueError for what is no table."""
-    raw = json.loads(text)
+    try:
+        raw = json.loads(text)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
     if not isinstance(raw, Mapping) or raw.get("format") != FORMAT or not isinstance(raw.get("entries"), list):
         raise ValueError(f'it must be an object with "format": {FORMAT} and a list "entries"')
     entries = tuple(Entry.of_json(entry) for entry in raw["entries"])

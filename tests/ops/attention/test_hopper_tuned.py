@@ -153,6 +153,8 @@ DAMAGED = {
     "too much shared memory": ([_damaged(tiles={"compute_wgs": 3, "kv_tile": 256, "stages": 4})], "shared memory"),
     "splits": ([_damaged(tiles={"compute_wgs": 2, "kv_tile": 64, "splits": 2})], "splits=2 must be 1"),
     "a depth of text": ([_damaged(qk_dim="64")], "must be positive integers"),
+    "no depth, backward": ([_damaged(**{"pass": "backward", "v_dim": None})], "must be positive integers"),
+    "lists in lists": ("[" * 100_000, "nests too deep"),
     "no length": ([_damaged(longest=0)], "longest"),
     "one thing said twice": ([_damaged(), _damaged()], "two entries"),
 }
@@ -345,6 +347,17 @@ class TestTune:
         assert main(["tune", "attention"]) == 1
         assert "here is cpu" in capsys.readouterr().out
         assert not user_file.exists()
+
+    @pytest.mark.parametrize("wrong", [["--lengths", "0"], ["--depths", "300"], ["--tokens", "-5"]], ids=" ".join)
+    def test_wrong_sizes_are_told_before_anything_is_timed(self, wrong, capsys, user_file):
+        assert main(["tune", "attention", *wrong]) == 1
+        assert "must be at least 1, depths from 1 to 256" in capsys.readouterr().out
+        assert not user_file.exists()
+
+    def test_a_table_that_cannot_be_written_is_told_before_anything_is_timed(self, capsys, tmp_path):
+        (tmp_path / "file").write_text("")
+        assert main(["tune", "attention", "--out", str(tmp_path / "file" / "table.json")]) == 1
+        assert "cannot be written" in capsys.readouterr().out
 
     def test_needs_a_place(self, monkeypatch, capsys):
         monkeypatch.setenv(tuned.USER_TABLE, "")
