@@ -74,6 +74,11 @@ CASES: Mapping[str, Case] = {
     "full d256": Case(qk_dim=256, v_dim=256),
     "causal d256": Case(qk_dim=256, v_dim=256, is_causal=True),
     "d80": Case(qk_dim=80, v_dim=80, is_causal=True),
+    "d32": Case(qk_dim=32, v_dim=32, is_causal=True),
+    "d40": Case(qk_dim=40, v_dim=40),
+    "d144": Case(qk_dim=144, v_dim=144, is_causal=True),
+    "depths 256 and 80": Case(qk_dim=256, v_dim=80),
+    "depths 208 and 256": Case(qk_dim=208, v_dim=256, is_causal=True),
     "depths 192 and 128": Case(qk_dim=192, v_dim=128, is_causal=True),
     "depths 64 and 128": Case(v_dim=128),
     # Without lse's gradient those of query and key are exactly 0 here, and the rule has nothing to measure by.

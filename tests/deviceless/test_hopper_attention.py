@@ -48,7 +48,8 @@ class Call:
     def d_query_apart(self) -> bool:
         if max(self.qk_dim, self.v_dim or 0) > 128:
             known = not (self.segments or self.bias or self.mask or "dropout_rate" in self.options)
-            return known and self.length % 128 == 0
+            whole = self.length % 128 == self.qk_dim % 64 == (self.v_dim or self.qk_dim) % 64 == 0
+            return known and whole and "local_window_size" not in self.options
         windowed = self.qk_dim == 128 and "local_window_size" in self.options
         return windowed or self.leaves_d_scores
 
@@ -123,6 +124,26 @@ BATCHES = {
         "d128 full, softcap": Call(options=SOFTCAP, leaves_d_scores=True),
         "d128 any order": Call(**FEW_HEADS, options=CAUSAL | ANY_ORDER),
     },
+    "padded depths": {
+        "d32 causal": Call(256, heads=4, kv_heads=2, qk_dim=32, options=CAUSAL),
+        "d144 full, odd length": Call(333, heads=4, kv_heads=2, qk_dim=144),
+        "d256/80 causal": Call(256, heads=4, kv_heads=4, qk_dim=256, v_dim=80, options=CAUSAL),
+    },
+    "more padded depths": {
+        "d16 full": Call(512, heads=4, kv_heads=4, qk_dim=16),
+        "d40 full": Call(512, heads=4, kv_heads=4, qk_dim=40),
+        "d48 causal": Call(512, heads=4, kv_heads=4, qk_dim=48, options=CAUSAL),
+        "d32 bias": Call(256, heads=4, kv_heads=2, qk_dim=32, bias=True),
+        "d144 bias": Call(256, heads=4, kv_heads=2, qk_dim=144, bias=True),
+        "d160 causal": Call(512, heads=4, kv_heads=4, qk_dim=160, options=CAUSAL),
+        "d240 full": Call(512, heads=4, kv_heads=4, qk_dim=240),
+        "d192/16 full, odd length": Call(333, heads=4, kv_heads=4, qk_dim=192, v_dim=16),
+        "d208/256 causal": Call(512, heads=16, kv_heads=16, qk_dim=208, v_dim=256, batch=8, options=CAUSAL),
+        "d208/256 segments": Call(512, qk_dim=208, v_dim=256, batch=8, segments=True, options=CAUSAL),
+        "d256/240 full": Call(512, qk_dim=256, v_dim=240, batch=8),
+        "d240/256 window": Call(512, qk_dim=240, v_dim=256, batch=8, options=WINDOW),
+        "d256/208 full, few rows": Call(512, heads=4, kv_heads=4, qk_dim=256, v_dim=208),
+    },
     "per score": {
         "d128 bias": Call(2048, bias=True),
         "d128 causal, dropout": Call(2048, options=CAUSAL | DROPOUT),
@@ -156,6 +177,7 @@ SPILLS = {
     "d64 segments": (0, 280),
     "d64 everything": (8, 940),
     "d80 causal, odd length": (32, 80),
+    "d32 causal": (0, 120),
     "d128 full, short": (0, 100),
     "d128 full": (0, 100),
     "d128 causal, dQ apart": (0, 80, 0),

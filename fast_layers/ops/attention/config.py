@@ -86,6 +86,10 @@ _LATE_FOR_MEMORY = 0.02
 """A group is smaller where all pairs are finished so little later."""
 _GROUP_COST = 4
 """Of a group's kernels to start and end, in the time of a tile."""
+_TMA_COLUMNS = 16
+"""What depths are a multiple of where no product asks for more."""
+_SWIZZLED_COLUMNS = 64
+"""Of a tile of dS or weights in shared memory: what it is multiplied with there must be swizzled as it is."""
 _FEWEST_TILES_HELD = 16
 """Of keys, and of queries, without a mask, twice as many under a causal one, from which on a block for each tile of
 keys, with half of it in registers, is faster than persistent blocks, which have no such registers left."""
@@ -94,6 +98,10 @@ _KEY_TILES_PER_SPLIT = 4
 """At least, where the keys are split."""
 _SPLITTING_COST = 4
 """Of writing the parts' results and putting them together, in the time that a block takes for a tile of keys."""
+
+
+def _padded(depth: int, multiple: int) -> int:
+    return -(-depth // multiple) * multiple
 
 
 def packs_heads(problem: Problem, rows: int = 64) -> bool:
@@ -266,7 +274,7 @@ class HopperForwardTiles:
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, and of a float32 one where keys are split; the last 2.5 KiB for barriers and row vectors."""
-        qk_dim, v_dim = (-(-depth // 16) * 16 for depth in (qk_dim, v_dim))
+        qk_dim, v_dim = (_padded(depth, _TMA_COLUMNS) for depth in (qk_dim, v_dim))
         out_bytes = 4 if self.splits > 1 else 0 if qk_dim == v_dim else 2
         keys = self.stages * self.kv_tile
         inputs = 2 * ((self.q_slots * self.q_tile + keys) * qk_dim + keys * v_dim)
@@ -274,7 +282,7 @@ class HopperForwardTiles:
 
     def packs_in_kernel(self, problem: Problem) -> bool:
         """Whether there is room for a slot through which queries come as they lie in memory."""
-        qk_dim = -(-problem.qk_dim // 16) * 16
+        qk_dim = _padded(problem.qk_dim, _TMA_COLUMNS)
         if self.compute_wgs > 1 or self.q_slots > 1 or self.blocks:
             return False
         return self.smem_bytes(qk_dim, problem.v_dim) + 2 * self.q_tile * qk_dim <= HOPPER_SMEM_BYTES
@@ -291,13 +299,16 @@ class HopperForwardTiles:
         if measured is None or (measured.last_keys_first and not measured.one_ragged_tile(p)):
             measured = cls._of_many_rows(p)  # what was measured is the fastest in that order alone
         tiles = measured.for_mask(p)
+        if tiles.smem_bytes(p.qk_dim, p.v_dim) > HOPPER_SMEM_BYTES:
+            # Depths differ, so that the output has no room in the slot for queries.
+            tiles = cls(1, 64, takes_turns=False)
         pieces = p.batch * p.heads * -(-p.q_len // tiles.q_tile)
         if pieces > MOST_DEALT_PIECES:
             return dataclasses.replace(tiles, blocks=0)
         if pieces >= HOPPER_SMS:
             return tiles
         # Three warpgroups' share of the registers has no room for the part's bounds.
-        split = cls(min(tiles.compute_wgs, 2), tiles.kv_tile)._split_for(p)
+        split = cls(min(tiles.compute_wgs, 2), tiles.kv_tile, takes_turns=tiles.compute_wgs > 1)._split_for(p)
         if split.splits == 1:
             return tiles
         return split if split.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES else cls._of_few_rows(p)
@@ -397,6 +408,8 @@ class HopperBackwardTiles:
     """
 
     kv_tile = 128
+    value_multiple = _TMA_COLUMNS
+    """Of the value's depth."""
 
     q_tile: int
     stages: int = 2
@@ -417,12 +430,13 @@ class HopperBackwardTiles:
 
     @property
     def depth_multiple(self) -> int:
-        """Of the query's depth: with 64 rows the two warpgroups share dQ by columns, in whole swizzled tiles."""
-        return 16 if self.q_tile == 128 else 128
+        """Of the query's depth: dQ is a product of dS with K, of which with 64 rows each warpgroup takes half the
+        columns."""
+        return _SWIZZLED_COLUMNS * (1 if self.q_tile == 128 else 2)
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, of dQ's and of row vectors in 32 bits; barriers take less than the last KiB."""
-        qk_dim, v_dim = -(-qk_dim // self.depth_multiple) * self.depth_multiple, -(-v_dim // 16) * 16
+        qk_dim, v_dim = _padded(qk_dim, self.depth_multiple), _padded(v_dim, self.value_multiple)
         inputs = 2 * (self.kv_tile + self.stages * self.q_tile) * (qk_dim + v_dim)
         next_keys = 2 * self.kv_tile * qk_dim if self.blocks and not self.d_query_apart else 0
         # dK and dV of a persistent grid leave by as much as dQ takes.
@@ -482,8 +496,10 @@ class HopperDeepBackwardTiles:
     """
 
     q_tile = kv_tile = 64
-    depth_multiple = 64
-    """Of the query's depth: dQ is made by panels of 64 columns."""
+    depth_multiple = _SWIZZLED_COLUMNS
+    """Of the query's depth: dQ is made by panels of so many columns."""
+    value_multiple = _SWIZZLED_COLUMNS
+    """Of the value's depth: dV is a product of weights with dO."""
 
     d_query_slots: int = 2
     columns: int = 32
@@ -497,7 +513,7 @@ class HopperDeepBackwardTiles:
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, and of dQ's in 32 bits; row vectors take 2 KiB, barriers less than the last."""
-        qk_dim, v_dim = -(-qk_dim // self.depth_multiple) * self.depth_multiple, -(-v_dim // 16) * 16
+        qk_dim, v_dim = _padded(qk_dim, self.depth_multiple), _padded(v_dim, self.value_multiple)
         inputs = 2 * (self.kv_tile + 2 * self.q_tile) * (qk_dim + v_dim)
         weights_and_scores = 2 * 2 * self.q_tile * self.kv_tile
         return inputs + weights_and_scores + self.d_query_slots * 4 * self.q_tile * self.columns + (3 << 10)
@@ -532,6 +548,6 @@ class HopperDeepBackwardTiles:
     def of_depths(cls, qk_dim: int, v_dim: int) -> HopperDeepBackwardTiles:
         whole_panels = cls(d_query_slots=3, columns=64)
         # Measured on an H200, 2026-11-23: see bench/NOTES.md.
-        three = -(-qk_dim // cls.depth_multiple) == 3
+        three = _padded(qk_dim, cls.depth_multiple) == 192
         fits = whole_panels.smem_bytes(qk_dim, v_dim) <= HOPPER_SMEM_BYTES
         return whole_panels if three and fits else cls()

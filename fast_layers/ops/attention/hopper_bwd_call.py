@@ -39,7 +39,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         tiles, launch = (tiles or HopperDeepBackwardTiles.of(p)).for_call(p), hopper_bwd_deep.launch
     else:
         tiles, launch = (tiles or HopperBackwardTiles.of(p)).for_call(p), hopper_bwd.launch
-    qk_dim, v_dim = padded_depth(p.qk_dim, tiles.depth_multiple), padded_depth(p.v_dim)
+    qk_dim, v_dim = padded_depth(p.qk_dim, tiles.depth_multiple), padded_depth(p.v_dim, tiles.value_multiple)
     query = inputs.query
     sees_none = lse == -jnp.inf
     hides_queries = any(x is not None for x in (aux.mask.start, aux.mask.stop, aux.mask.dense)) or _band_misses_rows(p)

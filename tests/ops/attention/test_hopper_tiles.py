@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fast_layers.ops.attention import api, config, hopper_bwd_call, hopper_bwd_deep, hopper_bwd_scores
+from fast_layers.kernel_parts.smem_tile import swizzled_columns
+from fast_layers.ops.attention import api, config, hopper_bwd_call, hopper_bwd_deep, hopper_bwd_scores, tuned
 from fast_layers.ops.attention.config import (
     HOPPER_SMEM_BYTES,
     HOPPER_SMS,
@@ -17,7 +19,9 @@ from fast_layers.ops.attention.config import (
     HopperDeepBackwardTiles,
     HopperForwardTiles,
 )
-from fast_layers.ops.attention.problem import Problem, Residuals
+from fast_layers.ops.attention.kernel_operands import padded_depth
+from fast_layers.ops.attention.masks import Band
+from fast_layers.ops.attention.problem import MaskFacts, Problem, Residuals
 
 REGISTERS = 1 << 16
 WARPGROUP = 128
@@ -66,6 +70,56 @@ def test_warpgroups_of_the_deep_backward_ask_for_no_more_either():
 def test_impossible_tiles_reject_themselves(make, reason):
     with pytest.raises(ValueError, match=reason):
         make()
+
+
+DEPTHS = [1, 7, 40, 72, 100, 136, 200, 255, *range(16, 257, 16)]
+
+
+def _problems(depths):
+    bands = None, Band(None, 0), Band(-300, 0)
+    for (batch, length), band in itertools.product([(1, 100), (8, 256), (8, 2048)], bands):
+        facts = {"batch": batch, "q_len": length, "kv_len": length, "heads": 16, "kv_heads": 16}
+        yield Problem(
+            **facts, qk_dim=depths[0], v_dim=depths[1], dtype=jnp.dtype(jnp.bfloat16), mask=MaskFacts(band), scale=0.1
+        )
+
+
+@pytest.mark.parametrize("qk_dim", DEPTHS)
+def test_tiles_for_all_depths_fit_in_shared_memory(qk_dim):
+    for problem in (each for v_dim in DEPTHS for each in _problems((qk_dim, v_dim))):
+        backward = tuned.tiles_class("backward", qk_dim, problem.v_dim).of(problem)
+        for tiles in (HopperForwardTiles.of(problem), backward.for_call(problem)):
+            assert tiles.smem_bytes(qk_dim, problem.v_dim) <= HOPPER_SMEM_BYTES, (tiles, problem)
+
+
+@pytest.mark.parametrize("qk_dim", DEPTHS)
+def test_what_products_read_together_is_swizzled_alike(qk_dim):
+    """Both operands from shared memory: dS and K of dQ in each backward, weights and dO of dV in the deep one."""
+
+    def columns(depth):
+        return swizzled_columns(depth, jnp.bfloat16)
+
+    for problem in (each for v_dim in DEPTHS for each in _problems((qk_dim, v_dim))):
+        tiles = tuned.tiles_class("backward", qk_dim, problem.v_dim).of(problem)
+        key = padded_depth(qk_dim, tiles.depth_multiple)
+        value = padded_depth(problem.v_dim, tiles.value_multiple)
+        if isinstance(tiles, HopperDeepBackwardTiles):
+            assert columns(key) == columns(value) == columns(tiles.q_tile) == columns(tiles.kv_tile), (tiles, problem)
+        else:
+            assert columns(key if tiles.q_tile == 128 else key // 2) == columns(64), (tiles, problem)
+            assert value % 16 == 0
+
+
+def test_long_rows_of_unequal_deep_depths_have_one_warpgroup():
+    """Else there is no room for the output beside queries, keys and values."""
+    *_, problem = _problems((256, 240))
+    assert HopperForwardTiles.of(problem) == HopperForwardTiles(1, 64, takes_turns=False)
+    few = dataclasses.replace(problem, batch=1, q_len=300, kv_len=8192, mask=MaskFacts())
+    split = HopperForwardTiles.of(few)
+    assert (split.compute_wgs, split.takes_turns) == (1, False)
+    assert split.splits > 1
+    *_, problem = _problems((240, 240))
+    assert HopperForwardTiles.of(problem).compute_wgs == 2
 
 
 def _backward_tiles(q_len, kv_len, depth, options) -> HopperBackwardTiles:
