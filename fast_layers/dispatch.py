@@ -19,6 +19,7 @@ from jax import lax
 
 from fast_layers.arch import Arch, lowering_targets
 from fast_layers.kernel_parts.manual_axes import vary_over, varying_axes
+from fast_layers.ops.static_options import flag
 
 Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, Pass] = ("forward", "backward")
@@ -168,9 +169,16 @@ def use_backends(
         Blackwell has such a form. If True, as it is by default, our kernels give the same bits in every run of one
         compiled program.
 
+    Raises:
+      ValueError: `strict` or `reproducible` that is no bool. A name in `force` or `forbid` that no op has is refused by
+        the first call of an op.
+
     What is not given stays as it was: contexts nest. The environment sets the outermost values, read once at import:
     FAST_LAYERS_BACKEND=name, FAST_LAYERS_FORBID=name,name, FAST_LAYERS_STRICT=1 and FAST_LAYERS_REPRODUCIBLE=0.
     """
+    for name, given in (("strict", strict), ("reproducible", reproducible)):
+        if given is not None:
+            flag(name, given)
     outer = _policy.value
     forbidden = {forbid} if isinstance(forbid, str) else set(forbid)
     policy = dataclasses.replace(
@@ -198,9 +206,15 @@ def plan(op: str, backends: Sequence[Backend], problem: Any, implementation: str
     """Choose for both passes. Raises ValueError for an unknown name, and in strict mode for a fallback."""
     policy = _policy.value
     names = [backend.name for backend in backends]
-    what, wanted = ("implementation", implementation) if implementation else ("the forced backend", policy.force)
+    by_name = implementation is not None
+    what, wanted = ("implementation", implementation) if by_name else ("the forced backend", policy.force)
+    if unknown := policy.forbid - _names_of_all_ops:
+        raise ValueError(
+            f"{', '.join(sorted(map(repr, unknown)))} is forbidden by use_backends or FAST_LAYERS_FORBID, and unknown; "
+            f"there are {', '.join(sorted(_names_of_all_ops))}"
+        )
     if wanted is not None and wanted not in names:
-        if implementation or wanted not in _names_of_all_ops:
+        if by_name or wanted not in _names_of_all_ops:
             raise ValueError(f"{op}: {what} {wanted!r} is unknown; the backends of this op are {', '.join(names)}")
         wanted = None  # a model's other ops may have it
     targets = lowering_targets()

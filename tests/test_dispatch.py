@@ -169,6 +169,18 @@ class TestUseBackends:
         _loss(X)
         assert a_calls == ["forward"]
 
+    def test_forbidding_an_unknown_name(self):
+        with (
+            fast_layers.use_backends(forbid=["xla", "hoper"]),
+            pytest.raises(ValueError, match=r"^'hoper' is forbidden by .*, and unknown; there are .*hopper, "),
+        ):
+            _loss(X)
+
+    @pytest.mark.parametrize("option", [{"strict": "no"}, {"reproducible": 0}], ids="-".join)
+    def test_flags_are_bools(self, option):
+        with pytest.raises(ValueError, match=r"^(strict='no'|reproducible=0): must be True or False"):
+            fast_layers.use_backends(**option)
+
     def test_forbidden_by_context_and_asked_by_name(self):
         with (
             fast_layers.use_backends(forbid="xla"),
@@ -206,7 +218,7 @@ class TestUseBackends:
             _loss(X, implementation="plain")
             with fast_layers.use_backends(strict=False):
                 _loss(X)
-            with fast_layers.use_backends(forbid="x"), pytest.raises(ValueError, match="strict mode"):
+            with fast_layers.use_backends(forbid="cudnn"), pytest.raises(ValueError, match="strict mode"):
                 _loss(X)
 
     def test_strict_is_silent_where_xla_is_what_is_expected(self):
@@ -256,7 +268,7 @@ except ValueError as error:
             ["forward  on cpu: reference", "backward on cpu: reference", "ran"],
         ),
         (
-            {"FAST_LAYERS_FORBID": "xla , other"},
+            {"FAST_LAYERS_FORBID": "xla , cudnn"},
             ["xla: forbidden by use_backends or FAST_LAYERS_FORBID", "ValueError"],
         ),
         ({"FAST_LAYERS_BACKEND": "nonsense"}, ["ValueError", "forced backend 'nonsense' is unknown"]),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 
 def flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name}={value!r}: must be True or False, known when tracing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import operator
@@ -15,11 +16,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, ArrayLike, Float
 
 from fast_layers import dispatch
-from fast_layers.kernel_parts.dropout import make_seed
+from fast_layers.kernel_parts.dropout import DropoutSeed, make_seed
 from fast_layers.ops.attention import masks as M
 from fast_layers.ops.attention import reference, sharding
 from fast_layers.ops.attention.backends import BACKENDS
 from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, Residuals
+from fast_layers.ops.static_options import flag
 
 OP = "dot_product_attention"
 RESIDUAL_NAMES = ("fast_layers_attention_out", "fast_layers_attention_lse")
@@ -73,18 +75,19 @@ def dot_product_attention(
       bias: added to the scaled (and soft-capped) scores; broadcastable to [B.., N, T, S]. Differentiable.
       mask: a `fast_layers.masks.Mask`, or a boolean array broadcastable to [B.., N, T, S], True where a query may see
         a key. A structured mask is smaller and faster. All masks given in whatever form are combined by "and".
-      scale: multiplies the scores; 1 / sqrt(H) if None.
+      scale: multiplies the scores, a number that float32 holds; 1 / sqrt(H) if None.
       is_causal: query i sees keys up to position i + q_offset.
       query_seq_lengths: int [B..]; later query rows see nothing.
       key_value_seq_lengths: int [B..]; later keys are never seen.
       local_window_size: (left, right), each an int or None (unbounded): query i sees keys from
-        i + q_offset - left to i + q_offset + right. One int stands for both.
+        i + q_offset - left to i + q_offset + right. One int stands for both. A size beyond all keys is no bound.
       segment_ids: packed documents: int [B.., T], or a pair ([B.., T], [B.., S]). Equal ids see each other; a negative
-        id is padding, which sees nothing and is seen by nothing. [T] serves all examples.
+        id is padding, which sees nothing and is seen by nothing. [T] serves all examples. Ids that int32 does not
+        hold are refused (see `fast_layers.masks.Segments`).
       q_offset: key position at which query 0 stands, for causal, window and prefix masks: an int or an int array
-        [B..]. 0 is top-left alignment, as in jax.nn. "bottom_right" aligns the last query with the last key (of
-        the given lengths, where there are any).
-      softcap: c > 0 replaces scores s by c * tanh(s / c), before bias and masks.
+        [B..], of any size. 0 is top-left alignment, as in jax.nn. "bottom_right" aligns the last query with the last
+        key (of the given lengths, where there are any).
+      softcap: c > 0 (that float32 holds) replaces scores s by c * tanh(s / c), before bias and masks.
       sinks: [N], one logit per head that joins the softmax's denominator with a value of 0. Differentiable.
       dropout_rate: in [0, 1); softmax weights are dropped, survivors divided by 1 - rate. The rate is applied in
         steps of 2^-16, by a pure function of (dropout_rng, example, head, query, key) that all backends share.
@@ -107,6 +110,7 @@ def dot_product_attention(
 
     Source: Dao et al., "FlashAttention" (2022) and "FlashAttention-2" (2023); Rabe and Staats (2021).
     """
+    flag("return_residual", return_residual)
     inputs, aux, options, batch = _prepare(
         query,
         key,
@@ -148,7 +152,24 @@ def attention_weights(
 
     Takes what `dot_product_attention` takes, less `implementation` and `return_residual`. For looking at attention
     maps; Flax's `sow_weights` uses it.
+
+    Returns:
+      The output in query's dtype, as `dot_product_attention` has it, and the weights, in the same dtype: each row sums
+      to 1, less what a sink takes; a query that sees no key has weights 0.
+
+    Raises:
+      ValueError: as `dot_product_attention`, and for the two arguments that it has and this has not.
+      TypeError: an argument of another name.
+
+    Source: Vaswani et al., "Attention Is All You Need" (2017).
     """
+    for name in sorted(options.keys() - inspect.signature(_prepare).parameters.keys()):
+        if name in ("implementation", "return_residual"):
+            raise ValueError(
+                f"{name}={options[name]!r}: attention_weights is always by the reference backend and returns "
+                f"(output, weights); leave {name} out, or call dot_product_attention"
+            )
+        raise TypeError(f"attention_weights() got an unexpected keyword argument {name!r}")
     inputs, aux, given, batch = _prepare(query, key, value, bias, mask, **options)
     attended = _own_rank_promotion(reference.attend)(given.problem(inputs, aux), inputs, aux)
     return tuple(x.reshape(*batch, *x.shape[1:]) for x in (attended.out, attended.weights))  # pyright: ignore
@@ -263,6 +284,7 @@ def _prepare(
     if form.dense is not None:
         _check_heads("mask", form.dense, heads)
     rate = _check_dropout(dropout_rate, dropout_rng)
+    flag("broadcast_dropout", broadcast_dropout)
     options = _Options(
         _check_scale(scale, qk_dim),
         _check_softcap(softcap),
@@ -271,7 +293,7 @@ def _prepare(
         dispatch.reproducible(),
     )
     query, key, value = (x.reshape(-1 if batch else 1, *x.shape[-3:]) for x in (query, key, value))
-    seed = make_seed(dropout_rng, query.shape[0], heads, broadcast=broadcast_dropout) if rate else None
+    seed = _seed(dropout_rng, query.shape[0], heads, broadcast_dropout) if rate else None
     return Inputs(query, key, value, bias, sinks), Aux(form, seed), options, batch
 
 
@@ -286,7 +308,8 @@ def _collect_masks(
 ) -> M.Mask | None:
     given: list[M.Mask] = []
     if mask is not None:
-        given.append(mask if isinstance(mask, M.Mask) else M.Dense(mask))
+        given.append(_check_mask(mask))
+    flag("is_causal", is_causal)
     if is_causal:
         given.append(M.Causal())
     if local_window_size is not None:
@@ -303,18 +326,28 @@ def _collect_masks(
     return functools.reduce(operator.and_, given) if given else None
 
 
+def _check_mask(mask: Any) -> M.Mask:
+    if isinstance(mask, type) and issubclass(mask, M.Mask):
+        raise ValueError(f"mask={mask.__name__} is a class: must be one of its masks, such as masks.Causal()")
+    if isinstance(mask, (tuple, list)) and any(isinstance(part, M.Mask) for part in mask):
+        raise ValueError(f"mask is a {type(mask).__name__} of masks: must be one mask; join them by &")
+    return mask if isinstance(mask, M.Mask) else M.Dense(mask)
+
+
 def _bottom_right(q_offset: str, batch, q_len, kv_len, query_seq_lengths, key_value_seq_lengths):
     if q_offset != M.BOTTOM_RIGHT:
         raise ValueError(f"q_offset={q_offset!r}: must be an int, an int array [batch..], or {M.BOTTOM_RIGHT!r}")
     if query_seq_lengths is None and key_value_seq_lengths is None:
         return kv_len - q_len
-    keys = kv_len if key_value_seq_lengths is None else jnp.asarray(key_value_seq_lengths)
-    queries = q_len if query_seq_lengths is None else jnp.asarray(query_seq_lengths)
-    return jnp.broadcast_to(keys - queries, batch)
+    keys = kv_len if key_value_seq_lengths is None else M.positions("key lengths", key_value_seq_lengths)
+    queries = q_len if query_seq_lengths is None else M.positions("query lengths", query_seq_lengths)
+    # The negative of int32's least number is itself.
+    minus_queries = -queries if isinstance(queries, int) else -jnp.maximum(queries, -M.INT_MAX)
+    return jnp.broadcast_to(M.add_offsets(keys, minus_queries), batch)
 
 
 def _floating(name: str, x: ArrayLike) -> Array:
-    array = jnp.asarray(x)
+    array = M.to_array(name, x)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
             f"{name} has dtype {array.dtype}: must be floating point (float16, bfloat16, float32, float64); "
@@ -366,23 +399,46 @@ def _check_heads(name: str, operand: Array, heads: int) -> None:
         raise ValueError(f"{name} must have 1 or num_heads = {heads} in its heads dimension, got {operand.shape[1]}")
 
 
+_OF_FLOAT32 = "that float32 holds, from 2**-126 to 2**127"
+
+
 def _check_scale(scale: Any, qk_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(qk_dim)
-    try:
-        return float(scale)
-    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
+    number = _known_number(scale)
+    if number is None:
         raise ValueError(
             f"scale must be a number known when tracing, got {scale!r}; pass a number, or scale query instead"
-        ) from None
+        )
+    if number and not _is_float32(abs(number)):
+        raise ValueError(f"scale={scale!r}: must be 0, or a finite number {_OF_FLOAT32}; scale query instead")
+    return number
 
 
 def _check_softcap(softcap: Any) -> float | None:
     if softcap is None:
         return None
-    if not _is_real(softcap) or not 0 < softcap < math.inf:
-        raise ValueError(f"softcap={softcap!r}: must be a finite number > 0, or None for no cap")
+    if not _is_real(softcap) or not _is_float32(softcap):
+        raise ValueError(f"softcap={softcap!r}: must be a finite number > 0 {_OF_FLOAT32}, or None for no cap")
     return float(softcap)
+
+
+def _is_float32(number: Any) -> bool:
+    """In float32, which the backends compute in, neither 0 nor, with a factor such as log2(e), infinite."""
+    return 2.0**-126 <= number < 2.0**127
+
+
+def _known_number(x: Any) -> float | None:
+    """Of Python or numpy, or an array of no dims that is no tracer; None for all else."""
+    try:
+        if _is_real(x):
+            return float(x)
+        real = jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
+        return float(x) if real and x.ndim == 0 else None
+    except OverflowError:
+        return math.inf
+    except (AttributeError, TypeError, ValueError, jax.errors.ConcretizationTypeError):
+        return None
 
 
 def _is_real(number: Any) -> bool:
@@ -398,6 +454,16 @@ def _check_dropout(rate: Any, rng: Array | None) -> float:
     return float(rate)
 
 
+def _seed(rng: Any, batch: int, heads: int, broadcast: bool) -> DropoutSeed:
+    try:
+        return make_seed(rng, batch, heads, broadcast=broadcast)
+    except (TypeError, ValueError) as error:
+        given = f"{rng.dtype}{list(rng.shape)}" if hasattr(rng, "dtype") and hasattr(rng, "shape") else repr(rng)
+        raise ValueError(
+            f"dropout_rng={given}: must be one PRNG key, such as jax.random.key(0); of several give one, or jax.vmap"
+        ) from error
+
+
 def _check_window(window: Any) -> tuple[int | None, int | None]:
     if M.is_integer(window):
         return window, window
@@ -408,5 +474,17 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
 
 
 def _check_precision(precision: Any) -> Any:
-    """Hashable, since it is part of the Problem."""
-    return tuple(precision) if isinstance(precision, list) else precision
+    """Hashable, since it is part of the Problem; a kernel would not look at it."""
+    precision = tuple(precision) if isinstance(precision, list) else precision
+    if precision is None or isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
+        return precision
+    try:
+        hash(precision)
+        one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        jax.eval_shape(functools.partial(jnp.matmul, precision=precision), one, one)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"precision={precision!r}: must be None or what jax.lax.dot_general takes, such as 'highest', "
+            "jax.lax.Precision.HIGH or a pair of these"
+        ) from error
+    return precision

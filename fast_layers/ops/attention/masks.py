@@ -25,11 +25,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Int
 
 from fast_layers.kernel_parts.kv_range import INT_MAX
 
 BOTTOM_RIGHT = "bottom_right"
+INT_MIN = -INT_MAX - 1
+FAR = (1 << 30) - 1
+"""A distance beyond all keys: no length comes near it, and a row's index can be added to it in int32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,13 +238,13 @@ class LocalWindow(Mask):
 
     def lower(self, batch, q_len, kv_len, q_offset=0):
         if isinstance(q_offset, int):
-            low = None if self.left is None else q_offset - self.left
-            high = None if self.right is None else q_offset + self.right
-            return MaskForm(band=Band(low, high))
-        position = jnp.arange(q_len, dtype=jnp.int32)[None] + q_offset
+            low = None if self.left is None or q_offset - self.left <= -FAR else min(q_offset - self.left, FAR)
+            high = None if self.right is None or q_offset + self.right >= FAR else max(q_offset + self.right, -FAR)
+            return MaskForm(band=None if low is None and high is None else Band(low, high))
+        rows, q_offset = jnp.arange(q_len, dtype=jnp.int32)[None], jnp.asarray(q_offset, jnp.int32)
         return MaskForm(
-            start=None if self.left is None else position - self.left,
-            stop=None if self.right is None else position + (self.right + 1),
+            start=None if self.left is None else rows + add_offsets(q_offset, -self.left, FAR),
+            stop=None if self.right is None else rows + add_offsets(q_offset, self.right + 1, FAR),
         )
 
 
@@ -250,6 +254,10 @@ class Segments(Mask):
 
     Ids are integers of shape [batch.., T] (and [batch.., S] for keys; None means self-attention's own). They need
     not be sorted or contiguous. A negative id marks padding: it sees nothing and is seen by nothing.
+
+    Lowered, ids raise ValueError that would not fit in int32: of numpy or Python by value, of a jax array by its dtype,
+    uint32 or uint64. (int64, which JAX has with `jax_enable_x64`, is numbered anew. Without it JAX itself cuts what is
+    given to a jitted function to 32 bits, which nothing here can see.)
     """
 
     query_ids: ArrayLike
@@ -257,8 +265,12 @@ class Segments(Mask):
 
     def lower(self, batch, q_len, kv_len, q_offset=0):
         key_ids = self.query_ids if self.key_ids is None else self.key_ids
-        query = _rows("segment_ids of the queries", self.query_ids, batch, q_len)
-        key = _rows("segment_ids of the keys", key_ids, batch, kv_len)
+        query = _ids("segment_ids of the queries", self.query_ids, batch, q_len)
+        key = _ids("segment_ids of the keys", key_ids, batch, kv_len)
+        if query.dtype != jnp.int32 or key.dtype != jnp.int32:
+            # Cut to 32 bits, documents could become one; numbered, they stay what they are.
+            wide = MaskForm(query_segments=query.astype(jnp.int64), key_segments=key.astype(jnp.int64))
+            query, key = _merge_segments(wide, wide)
         start, stop, scattered = _segment_hull(query, key)
         return MaskForm(start=start, stop=stop, query_segments=query, key_segments=key, scattered=scattered)
 
@@ -327,7 +339,8 @@ class Prefix(Mask):
 
     def lower(self, batch, q_len, kv_len, q_offset=0):
         lengths = _per_example("prefix lengths", self.lengths, batch)
-        causal_stop = jnp.arange(1, q_len + 1, dtype=jnp.int32)[None] + q_offset
+        offset = min(max(q_offset, -FAR), FAR) if isinstance(q_offset, int) else add_offsets(q_offset, 0, FAR)
+        causal_stop = jnp.arange(1, q_len + 1, dtype=jnp.int32)[None] + offset
         return MaskForm(stop=jnp.maximum(causal_stop, lengths))
 
 
@@ -345,7 +358,8 @@ class Offset(Mask):
     q_offset: ArrayLike | str
 
     def lower(self, batch, q_len, kv_len, q_offset=0):
-        return self.mask.lower(batch, q_len, kv_len, q_offset + offset_of(self.q_offset, batch, q_len, kv_len))
+        own = offset_of(self.q_offset, batch, q_len, kv_len)
+        return self.mask.lower(batch, q_len, kv_len, add_offsets(q_offset, own))
 
     def tree_flatten(self):
         # A string is no leaf, and a static int stays static: its band costs no per-row arrays.
@@ -369,6 +383,22 @@ def offset_of(q_offset, batch, q_len, kv_len):
     return _per_example("q_offset", q_offset, batch)
 
 
+def add_offsets(a, b, most: int = INT_MAX):
+    """The sum of two offsets, each an int (or symbolic dimension) or an int32 array.
+
+    An array stops at `most` in both directions, and does not wrap: what is far ahead would come to lie behind.
+    """
+    if not isinstance(a, jax.Array) and not isinstance(b, jax.Array):
+        return a + b
+    if isinstance(a, int):
+        a, b = b, a
+    if not isinstance(b, int):
+        return jnp.clip(a, -INT_MAX - jnp.minimum(b, 0), INT_MAX - jnp.maximum(b, 0)) + b
+    b = min(max(b, -most - INT_MAX), most - INT_MIN)
+    within = jnp.clip(a, max(-most - b, INT_MIN), min(most - b, INT_MAX))
+    return within + jnp.int32((b - INT_MIN) % (1 << 32) + INT_MIN)  # `b` modulo 2^32: the sum fits
+
+
 def is_integer(number) -> bool:
     """An int or numpy integer, but no bool."""
     return isinstance(number, numbers.Integral) and not isinstance(number, bool)
@@ -384,7 +414,7 @@ class Dense(Mask):
     array: ArrayLike
 
     def lower(self, batch, q_len, kv_len, q_offset=0):
-        array = jnp.asarray(self.array)
+        array = to_array("mask", self.array, "a boolean array or a fast_layers.masks.Mask")
         if array.dtype != bool:
             raise ValueError(
                 f"mask has dtype {array.dtype}: must be bool with True where a query may see a key; "
@@ -407,15 +437,45 @@ def logits_operand(name: str, array: Array, batch: Sequence[int], q_len, kv_len)
     return jnp.broadcast_to(array.reshape(shape), (*batch, *shape[-3:])).reshape((-1, *shape[-3:]))
 
 
-def _integers(name: str, values) -> Array:
-    array = jnp.asarray(values)
+def to_array(name: str, values, wanted: str = "an array") -> Array:
+    try:
+        return jnp.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        given = repr(values) if values is None or isinstance(values, (str, type)) else type(values).__name__
+        raise ValueError(f"{name} is {given}: must be {wanted}") from error
+
+
+def integers(name: str, values, way_out: str = "") -> Array:
+    """Numbers as JAX has them. Those known here that do not fit in int32, to which JAX would cut them, are refused."""
+    if isinstance(values, (np.ndarray, np.generic, list, tuple, int)) and not any(
+        isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)
+    ):
+        known = np.asarray(values)
+        if known.size and (known.dtype.kind in "iu" or all(map(is_integer, known.flat))):
+            least, most = int(known.min()), int(known.max())
+            if least < INT_MIN or most > INT_MAX:
+                raise ValueError(
+                    f"{name} must fit in int32, got {least if least < INT_MIN else most}{way_out and f'; {way_out}'}"
+                )
+            known = known.astype(np.int32)
+        values = known
+    array = to_array(name, values, "integers")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, got dtype {array.dtype}")
+    return array
+
+
+def positions(name: str, values) -> Int[Array, "..."]:
+    """Lengths or offsets in int32; those beyond it, which only a jax array can hold, become its ends."""
+    array = integers(name, values, "give a length that there can be")
+    info = jnp.iinfo(array.dtype)
+    if info.max > INT_MAX:
+        array = jnp.clip(array, max(info.min, INT_MIN), INT_MAX)
     return array.astype(jnp.int32)
 
 
 def _per_example(name: str, values, batch: Sequence[int]) -> Int[Array, "B|1 1"]:
-    array = _integers(name, values)
+    array = positions(name, values)
     if array.ndim == 0:
         return array[None, None]
     if array.shape != tuple(batch):
@@ -423,8 +483,19 @@ def _per_example(name: str, values, batch: Sequence[int]) -> Int[Array, "B|1 1"]
     return array.reshape(-1, 1)
 
 
-def _rows(name: str, values, batch: Sequence[int], length: int) -> Int[Array, "B|1 T"]:
-    array = _integers(name, values)
+_NUMBER_IDS = "number them: np.unique(ids, return_inverse=True)[1].reshape(ids.shape), and -1 for padding"
+
+
+def _ids(name: str, values, batch: Sequence[int], length: int) -> Int[Array, "B|1 T"]:
+    """In int32, but for 64-bit ids of a jax array, which stay int64."""
+    array = integers(name, values, _NUMBER_IDS)
+    if array.dtype in (jnp.uint32, jnp.uint64):
+        raise ValueError(
+            f"{name} have dtype {array.dtype}, whose larger half is no int32: cast them, .astype(jnp.int32), where all "
+            f"are below 2**31, or {_NUMBER_IDS}"
+        )
+    if array.dtype != jnp.int64:
+        array = array.astype(jnp.int32)
     if array.shape == (length,):
         return array[None]
     if array.shape != (*batch, length):

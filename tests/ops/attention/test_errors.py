@@ -135,6 +135,59 @@ BAD = {
     "softcap nan": ({"softcap": float("nan")}, ["softcap=nan", "finite number > 0"]),
     "scale": ({"scale": "big"}, ["scale", "'big'", "number"]),
     "scale of an array": ({"scale": np.ones(3)}, ["scale must be a number"]),
+    "softcap beyond float32": ({"softcap": 1e300}, ["softcap=1e+300", "finite number > 0", "2**127"]),
+    "softcap below float32": ({"softcap": 1e-300}, ["softcap=1e-300", "finite number > 0", "2**-126"]),
+    "scale nan": ({"scale": float("nan")}, ["scale=nan", "finite number", "scale query instead"]),
+    "scale infinite": ({"scale": float("-inf")}, ["scale=-inf", "finite number"]),
+    "scale beyond any float": ({"scale": 10**400}, ["scale=1", "finite number"]),
+    "scale below float32": ({"scale": 1e-300}, ["scale=1e-300", "2**-126"]),
+    "scale of text": ({"scale": "0.5"}, ["scale must be a number", "'0.5'"]),
+    "scale of a bool": ({"scale": True}, ["scale must be a number", "True"]),
+    "scale of an array of bool": ({"scale": np.array(True)}, ["scale must be a number"]),
+    "scale complex": ({"scale": np.complex64(1)}, ["scale must be a number"]),
+    "precision": ({"precision": "foo"}, ["precision='foo'", "jax.lax.dot_general", "'highest'"]),
+    "precision of a pair": ({"precision": ["high", "foo"]}, ["precision=('high', 'foo')", "a pair"]),
+    "precision of a dict": ({"precision": {"a": 1}}, ["precision={'a': 1}", "jax.lax.dot_general"]),
+    "no query": ({"query": None}, ["query is None", "must be an array"]),
+    "mask of text": ({"mask": "causal"}, ["mask is 'causal'", "boolean array", "masks.Mask"]),
+    "class of a mask": ({"mask": masks.Causal}, ["mask=Causal is a class", "masks.Causal()"]),
+    "list of masks": ({"mask": [masks.Causal(), masks.LocalWindow(1)]}, ["mask is a list of masks", "join them by &"]),
+    "causal of text": ({"is_causal": "no"}, ["is_causal='no'", "True or False"]),
+    "residual of text": ({"return_residual": "x"}, ["return_residual='x'", "True or False"]),
+    "broadcast of text": ({"broadcast_dropout": "x"}, ["broadcast_dropout='x'", "True or False"]),
+    "dropout by a number": (
+        {"dropout_rate": 0.5, "dropout_rng": 3},
+        ["dropout_rng=3", "one PRNG key", "random.key(0)"],
+    ),
+    "dropout by two keys": (
+        {"dropout_rate": 0.5, "dropout_rng": jax.random.split(jax.random.key(0))},
+        ["dropout_rng=key<", "[2]", "one PRNG key", "give one"],
+    ),
+    "dropout by floats": (
+        {"dropout_rate": 0.5, "dropout_rng": _zeros(3)},
+        ["dropout_rng=float32[3]", "one PRNG key"],
+    ),
+    "ids of 64 bits": (
+        {"segment_ids": (np.zeros(T, int), np.array([0, 2**32, 0, 0, 0, 0, 0]))},
+        ["segment_ids of the keys must fit in int32", "4294967296", "np.unique(ids, return_inverse=True)"],
+    ),
+    "listed ids of 70 bits": (
+        {"segment_ids": ([-(2**70)] * T, [0] * S)},
+        ["segment_ids of the queries must fit in int32", "got -1180591620717411303424", "np.unique"],
+    ),
+    "unsigned ids": (
+        {"segment_ids": (jnp.zeros(T, jnp.uint32), np.zeros(S, int))},
+        ["segment_ids of the queries have dtype uint32", "astype(jnp.int32)", "np.unique"],
+    ),
+    "key length of 64 bits": (
+        {"key_value_seq_lengths": np.array([3, 2**32 + 2])},
+        ["key lengths must fit in int32", "got 4294967298"],
+    ),
+    "offset of 64 bits": (
+        {"q_offset": np.array([0, -(2**32)]), "is_causal": True},
+        ["q_offset must fit in int32", "got -4294967296"],
+    ),
+    "no backend": ({"implementation": ""}, ["implementation '' is unknown", "xla, reference"]),
     "dropout rate of one": ({"dropout_rate": 1.0}, ["dropout_rate=1.0", "[0, 1)"]),
     "negative dropout rate": ({"dropout_rate": -0.1}, ["dropout_rate=-0.1", "[0, 1)"]),
     "dropout rate of NaN": ({"dropout_rate": float("nan")}, ["dropout_rate=nan", "[0, 1)"]),
@@ -167,12 +220,17 @@ def test_traced_numbers():
         )(0.5)
     with pytest.raises(ValueError, match=r"softcap=.*must be a finite number > 0"):
         jax.jit(lambda cap: fast_layers.dot_product_attention(**GOOD, softcap=cap))(0.5)
+    with pytest.raises(ValueError, match=r"is_causal=.*must be True or False, known when tracing"):
+        jax.jit(lambda causal: fast_layers.dot_product_attention(**GOOD, is_causal=causal))(True)
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"scale": np.float32(0.5)},
+        {"scale": jnp.float32(0.5)},
+        {"is_causal": np.bool_(True)},
+        {"precision": ["high", "highest"]},
         {"softcap": np.float32(2)},
         {"dropout_rate": np.float32(0.5), "dropout_rng": jax.random.key(0)},
         {"local_window_size": np.int64(3)},
@@ -186,14 +244,17 @@ def test_numpy_numbers_are_numbers(options):
     fast_layers.dot_product_attention(**GOOD, **options)
 
 
-def test_weights_take_no_implementation():
-    with pytest.raises(TypeError, match="implementation"):
-        fast_layers.attention_weights(**GOOD, implementation="xla")
+@pytest.mark.parametrize("option", [{"implementation": "xla"}, {"return_residual": True}], ids="-".join)
+def test_weights_are_by_the_reference_alone(option):
+    (name,) = option
+    with pytest.raises(ValueError, match=rf"^{name}=.*attention_weights is always .* leave {name} out"):
+        fast_layers.attention_weights(**GOOD, **option)
 
 
-def test_unknown_argument():
-    with pytest.raises(TypeError, match="is_casual"):
-        fast_layers.dot_product_attention(**GOOD, is_casual=True)
+@pytest.mark.parametrize("fn", [fast_layers.dot_product_attention, fast_layers.attention_weights])
+def test_unknown_argument(fn):
+    with pytest.raises(TypeError, match=rf"^{fn.__name__}\(\) got .* 'is_casual'"):
+        fn(**GOOD, is_casual=True)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 
 import hypothesis
 import jax
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from selection import examples
 
+import fast_layers
 from fast_layers import masks
 from ops.attention import oracle
 
@@ -224,6 +226,78 @@ def test_static_offsets_need_no_arrays():
         form = mask.lower((B,), 4, 9)
         assert jax.tree.leaves(form) == []
         assert form.band is not None
+
+
+_TOP = 2**31 - 1
+FAR_OFFSETS = [0, 3, -3, 5 - _TOP, _TOP - 5, 2**30 - 1, -(2**30), -_TOP]
+FAR_SIZES = [None, 0, 2, 2**30 - 2, 2**30, _TOP - 6, _TOP - 5, _TOP, _TOP + 1, 2**32, sys.maxsize]
+
+
+@pytest.mark.parametrize("kind", ["int", "array", "int and array", "two arrays"])
+def test_far_offsets_and_windows_do_not_wrap(kind):
+    """As in the integers: near the ends of int32 nothing that is seen is hidden, and nothing hidden is seen."""
+    queries, keys = np.arange(4), np.arange(6)
+
+    def offset_by(offset, mask):
+        match kind:
+            case "int":
+                return masks.Offset(mask, offset)
+            case "array":
+                return masks.Offset(mask, jnp.int32(offset))
+            case "int and array":
+                return masks.Offset(masks.Offset(mask, jnp.int32(7)), offset - 7)
+        return masks.Offset(masks.Offset(mask, jnp.int32(offset // 2)), jnp.int32(offset - offset // 2))
+
+    for offset in FAR_OFFSETS:
+        ahead = [[key - query - offset for key in keys.tolist()] for query in queries.tolist()]
+        for left, right in [(size, None) for size in FAR_SIZES] + [(None, size) for size in FAR_SIZES]:
+            expected = [[(left is None or x >= -left) and (right is None or x <= right) for x in row] for row in ahead]
+            seen = offset_by(offset, masks.LocalWindow(left, right)).as_array(4, 6)[0, 0]
+            np.testing.assert_array_equal(seen, expected, f"{offset=} {left=} {right=}")
+
+
+def test_far_lengths_aligned_at_the_bottom_right():
+    """The offset is a difference of lengths, each of which may be far, or unsigned."""
+    x = np.ones((3, 4, 1, 2), np.float32)
+
+    @jax.jit
+    def lse(queries, keys):
+        lengths = {"query_seq_lengths": queries, "key_value_seq_lengths": keys}
+        options = {"is_causal": True, "q_offset": "bottom_right", "return_residual": True}
+        return fast_layers.dot_product_attention(x, x, x, **lengths, **options)[1]
+
+    def seen(queries, keys):
+        return np.round(np.exp(lse(queries, keys)[..., 0] - np.sqrt(2)))
+
+    expected = [[0, 0, 1, 2], [4, 4, 4, 4], [0, 0, 0, 0]]
+    np.testing.assert_array_equal(seen(jnp.array([4, 4, _TOP]), jnp.array([2, _TOP, -_TOP - 1])), expected)
+    np.testing.assert_array_equal(seen(jnp.full(3, 4, jnp.uint8), jnp.full(3, 2, jnp.uint8)), [expected[0]] * 3)
+
+
+def test_far_prefix():
+    for offset, sees in ((_TOP, True), (-_TOP, False)):
+        for q_offset in (offset, jnp.int32(offset)):
+            array = masks.Offset(masks.Prefix(1), q_offset).as_array(2, 3)[0, 0]
+            np.testing.assert_array_equal(array, [[True, sees, sees]] * 2)
+
+
+def test_a_window_beyond_all_keys_is_none():
+    """And costs what no mask costs."""
+    assert masks.LocalWindow(sys.maxsize, 2**31 - 5).lower((B,), 4, 9).is_empty
+    assert masks.LocalWindow(sys.maxsize, 0).lower((B,), 4, 9).band == masks.Causal().lower((B,), 4, 9).band
+
+
+def test_numbers_of_other_widths_are_not_cut():
+    """Unsigned and 64-bit arrays, whose values nobody can look at while tracing."""
+    far = jax.jit(lambda lengths: masks.KeyLengths(lengths).as_array(1, 4, batch=(2,)))
+    np.testing.assert_array_equal(far(jnp.array([2**32 - 1, 2], jnp.uint32)).sum(-1)[:, 0, 0], [4, 2])
+    assert masks.Offset(masks.Causal(), jnp.uint32(2**32 - 1)).as_array(2, 2).all()
+    with jax.enable_x64(True):
+        ids = jnp.array([0, 2**32, -(2**33), 2**32, 2**63 - 1])
+        array = jax.jit(lambda ids: masks.Segments(ids).as_array(5, 5)[0, 0])(ids)
+        np.testing.assert_array_equal(array, (ids[:, None] == ids) & (ids >= 0))
+        lengths = jnp.array([2**32 + 2, 3, -(2**40)])
+        np.testing.assert_array_equal(masks.KeyLengths(lengths).as_array(1, 4, batch=(3,)).sum((1, 2, 3)), [4, 3, 0])
 
 
 def test_batch_dims_flatten_row_major():
