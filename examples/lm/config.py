@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+
 VOCAB = 256  # a token is a byte
 
 
@@ -36,7 +38,7 @@ class Config:
     warmup: float = _option(0.1, "fraction of the steps with rising learning rate")
     weight_decay: float = _option(0.1, "AdamW's decay, of matrices only")
     clip_norm: float = _option(1.0, "global gradient norm above which gradients are scaled down")
-    dtype: str = _option("float32", "dtype of the computation; parameters are float32 always")
+    dtype: str = _option("float32", "dtype of the computation, on a GPU bfloat16 if not given; parameters are float32 always")
     remat: bool = _option(False, "recompute each block in the backward pass instead of storing it")
     attention: str = _option("flash", "fast_layers.FlashMHA, or Flax's own layer with a dense mask")
     mamba: str = _option("fused", "fast_layers.Mamba2, or the same layer written out in Flax")
@@ -131,8 +133,9 @@ CHOICES = {
 
 
 def from_flags(given: dict[str, Any]) -> Config:
-    """The preset, overridden by the flags that were given."""
+    """The preset, overridden by the flags that were given. On a GPU the default is what its kernels take."""
     preset = given.get("preset", "cpu-small")
     layers = _LAYERS[given.get("arch", "transformer")].get(preset)
-    sizes: dict[str, Any] = PRESETS[preset] | ({} if layers is None else {"layers": layers})
+    dtype = {"dtype": "bfloat16"} if jax.default_backend() == "gpu" else {}
+    sizes: dict[str, Any] = dtype | PRESETS[preset] | ({} if layers is None else {"layers": layers})
     return Config(**(sizes | given))

@@ -29,6 +29,7 @@ SMALL = memory.Config(
     dtype="bfloat16",
     mlp="flax",
 )
+ATTENTION = {"attention_forward", "attention_backward"}
 
 
 def test_a_small_step_with_blackwells_kernels():
@@ -43,10 +44,17 @@ def test_a_small_step_with_blackwells_kernels():
     assert report.result_bytes < 0.1 * bytes_of[0]  # the state's memory is taken over
 
 
+def test_a_small_step_for_hopper_takes_its_kernels_unasked():
+    (report,) = compile_all_for("h200", [memory.step_of(SMALL, None)])
+    assert report.failure is None, report.failure
+    assert {kernel.name for kernel in report.kernels} >= ATTENTION
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("gpu", ["h200", "b200"])
 def test_the_step_of_the_largest_preset_fits_its_gpu(gpu):
     for row in memory.rows([gpu], "1B", ["transformer"], mlp=False):
         assert row["failure"] is None, row
         assert row["total_bytes"] < TARGETS[gpu].memory_bytes
-        assert row["kernels"] or row["backend"] == "automatic"
+        ours = gpu == "h200" or row["backend"] == "blackwell"  # which is taken by name only
+        assert {kernel["name"] for kernel in row["kernels"]} >= ATTENTION if ours else not row["kernels"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import train_lm
 from flax import nnx
-from lm import model, report, sampling
+from lm import gradient_check, model, report, sampling
 from lm.config import PRESETS, Config, from_flags
 from lm.data import Corpus, batches
 from lm.training import Trainer
@@ -123,9 +123,20 @@ def test_documents_in_a_row_do_not_see_each_other(batch):
     assert not np.array_equal(before[0, ~others], after[0, ~others])
 
 
+def test_on_a_gpu_the_default_is_what_the_kernels_take(monkeypatch):
+    assert from_flags({}).dtype == {"gpu": "bfloat16"}.get(jax.default_backend(), "float32")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert from_flags({}).dtype == "bfloat16"
+    assert from_flags({"dtype": "float32"}).dtype == "float32"
+
+
 def test_gradients_agree_with_flax(tiny, capsys):
-    assert train_lm.main(["--verify-gradients", *tiny]) == 0
-    table = capsys.readouterr().out
+    assert train_lm.main(["--verify-gradients", *tiny, "--dtype", "bfloat16"]) == 0
+    float32, bfloat16 = capsys.readouterr().out.split("Both in bfloat16 against Flax in float32")
+    attention, mlp = bfloat16.split("dot_product_attention: query")[1].split("mlp: x")
+    for backends in (attention, mlp):
+        assert "bfloat16" in backends
+        assert jax.default_backend() != "cpu" or "backward on cpu: xla" in backends
     for group in (
         "embed",
         "attention query",
@@ -135,22 +146,31 @@ def test_gradients_agree_with_flax(tiny, capsys):
         "mlp",
         "norms",
     ):
-        assert group in table
-    assert "NO" not in table
+        assert f"\N{BOX DRAWINGS LIGHT VERTICAL} {group}" in float32
+        assert f"\N{BOX DRAWINGS LIGHT VERTICAL} {group}" in bfloat16
+    assert "NO" not in float32 + bfloat16
 
 
-class WrongGradient(model.ATTENTION["flash"]):
-    """The right output, with a gradient that is off by one part in ten thousand."""
+@pytest.mark.parametrize(
+    ("dtype", "excess", "words"),
+    [
+        ("float32", 1e-4, "gradients differ from Flax: attention key, attention out"),
+        ("bfloat16", 0.25, "gradients differ from Flax in bfloat16: attention key, attention out"),
+    ],
+)
+def test_a_wrong_gradient_is_found(tiny, capsys, monkeypatch, dtype, excess, words):
+    class WrongGradient(model.ATTENTION["flash"]):
+        """The right output. The gradient is too large by `excess` where the computation is in `dtype`."""
 
-    def __call__(self, *args, **kwargs):
-        out = super().__call__(*args, **kwargs)
-        return out * 1.0001 - jax.lax.stop_gradient(out * 0.0001)
+        def __call__(self, *args, **kwargs):
+            out = super().__call__(*args, **kwargs)
+            wrong = excess if out.dtype == dtype else 0.0
+            return out * (1 + wrong) - jax.lax.stop_gradient(out * wrong)
 
-
-def test_a_wrong_gradient_is_found(tiny, capsys, monkeypatch):
     monkeypatch.setitem(model.ATTENTION, "flash", WrongGradient)
-    assert train_lm.main(["--verify-gradients", *tiny]) == 1
-    assert "gradients differ from Flax: attention key, attention out" in capsys.readouterr().out
+    monkeypatch.setattr(gradient_check, "_BATCHES_AGAIN", 2)
+    assert train_lm.main(["--verify-gradients", *tiny, "--dtype", dtype]) == 1
+    assert next(line for line in capsys.readouterr().out.splitlines() if "differ from Flax" in line).startswith(words)
 
 
 def test_greedy_sampling_with_the_cache_repeats_the_whole_model():
