@@ -38,7 +38,7 @@ class Config:
     warmup: float = _option(0.1, "fraction of the steps with rising learning rate")
     weight_decay: float = _option(0.1, "AdamW's decay, of matrices only")
     clip_norm: float = _option(1.0, "global gradient norm above which gradients are scaled down")
-    dtype: str = _option("float32", "dtype of the computation, on a GPU bfloat16 if not given; parameters are float32 always")
+    dtype: str = _option("float32", "dtype of the computation, bfloat16 on a GPU if not given; parameters in float32")
     remat: bool = _option(False, "recompute each block in the backward pass instead of storing it")
     attention: str = _option("flash", "fast_layers.FlashMHA, or Flax's own layer with a dense mask")
     mamba: str = _option("fused", "fast_layers.Mamba2, or the same layer written out in Flax")

@@ -165,6 +165,8 @@ BATCHES = {
 # and pieces, never in that over keys, where a mask may hide keys and blocks are persistent; and where three compute
 # warpgroups leave 32 registers to the load warpgroup.
 SPILLS = {
+    "d40 full": (0, 30),
+    "d32 bias": (0, 100, 0),
     "d64 full, short": (0, 0, 0),
     "d64 full": (0, 40),
     "d64 causal, spans of their own": (48, 52, 0),

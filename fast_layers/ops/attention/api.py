@@ -331,7 +331,7 @@ def _check_mask(mask: Any) -> M.Mask:
         raise ValueError(f"mask={mask.__name__} is a class: must be one of its masks, such as masks.Causal()")
     if isinstance(mask, (tuple, list)) and any(isinstance(part, M.Mask) for part in mask):
         raise ValueError(f"mask is a {type(mask).__name__} of masks: must be one mask; join them by &")
-    return mask if isinstance(mask, M.Mask) else M.Dense(mask)
+    return mask if isinstance(mask, M.Mask) else M.Dense(mask)  # pyright: ignore[reportArgumentType]
 
 
 def _bottom_right(q_offset: str, batch, q_len, kv_len, query_seq_lengths, key_value_seq_lengths):
