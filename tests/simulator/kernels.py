@@ -1,7 +1,8 @@
 """Small kernels that use what kernels of the package use, each with faults that can be planted by name.
 
-`fault=None` is the healthy kernel. All take and give bfloat16 or float32 matrices whose sizes are multiples of the
-tiles named here.
+`fault=None` is the healthy kernel. No fault lets a barrier complete twice unobserved: the simulator stops at that, which
+may be before the race. All take and give bfloat16 or float32 matrices whose sizes are multiples of the tiles
+named here.
 """
 
 from __future__ import annotations
@@ -55,10 +56,12 @@ def matmul(a: jax.Array, b: jax.Array, *, fault: str | None = None) -> jax.Array
                 @pl.loop(0, steps)
                 def _(step):
                     slot = lax.rem(step, SLOTS)
-                    if fault != "load not awaited":
+                    if fault != "load awaited late":
                         plgpu.barrier_wait(loaded.at[slot])
                     read = lax.rem(step + 1, SLOTS) if fault == "wrong slot" else slot
                     plgpu.wgmma(acc, a_ring.at[read, rows], b_ring.at[read])
+                    if fault == "load awaited late":
+                        plgpu.barrier_wait(loaded.at[slot])
                     if fault not in ("slot freed in flight", "accumulator read in flight"):
                         plgpu.wgmma_wait(0)
                     if fault != "slot never freed":
@@ -298,7 +301,7 @@ def two_block_matmul(a: jax.Array, b: jax.Array, *, fault: str | None = None) ->
                     @pl.loop(0, steps)
                     def _(step):
                         slot = lax.rem(step, SLOTS)
-                        if fault != "load not awaited":
+                        if fault != "load awaited late":
                             plgpu.barrier_wait(loaded.at[slot])
                         plgpu.tcgen05_mma(
                             acc,
@@ -308,6 +311,8 @@ def two_block_matmul(a: jax.Array, b: jax.Array, *, fault: str | None = None) ->
                             accumulate=step > 0,
                             collective_axis="block",
                         )
+                        if fault == "load awaited late":
+                            plgpu.barrier_wait(loaded.at[slot])
 
                     plgpu.tcgen05_commit_arrive(done, collective_axis="block")
 

@@ -75,7 +75,7 @@ def test_healthy_kernel(name):
 # A race is two accesses that nothing orders, whichever comes first in this run; the last column is in its text.
 RACES = [
     (run_matmul, "slot not awaited", "write of SMEM"),
-    (run_matmul, "load not awaited", "read of SMEM"),
+    (run_matmul, "load awaited late", "read of SMEM"),
     (run_matmul, "slot freed in flight", "read of SMEM"),
     (run_matmul, "accumulator read in flight", "accumulator read"),
     (run_matmul, "store not committed", "write of SMEM"),
@@ -86,7 +86,7 @@ RACES = [
     (run_add_rows, "plain store", "write of GMEM"),
     (run_multicast, "only own block awaited", "write of SMEM"),
     (run_two_block_matmul, "slot not awaited", "write of SMEM"),
-    (run_two_block_matmul, "load not awaited", "read of SMEM"),
+    (run_two_block_matmul, "load awaited late", "read of SMEM"),
     (run_two_block_matmul, "matmul not awaited", "TMEM"),
 ]
 
