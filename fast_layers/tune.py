@@ -246,6 +246,7 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
             [{**o, "cluster": 2} for o in orders] if mask == "full" else [{"takes_turns": False, "own_spans": True}]
         )
         orders += [{**o, "last_keys_first": True} for o in orders] if mask == "causal" else []
+        orders += [{"takes_turns": False, "held_columns": 64}] if mask == "full" and depth > 192 else []
         choices = itertools.product(warpgroups, (64, 128), (2, 3, 4), grids, orders)
         made = (kind(wgs, keys, stages, *grid, **order) for wgs, keys, stages, grid, order in choices)
     elif kind is HopperBackwardTiles:
@@ -375,9 +376,11 @@ def agrees(pass_: str, depth: int, mask: str, tiles: Any) -> bool:
 
     Its tiles of queries are even in number, for pairs of blocks, and more than a persistent grid has blocks.
     """
+    # Queries are held in registers for whole tiles of keys only.
+    length = 640 if isinstance(tiles, HopperForwardTiles) and tiles.held_columns else 700
     case = parity.Case(
-        batch=1, q_len=700, kv_len=700, heads=32, kv_heads=32, qk_dim=depth, v_dim=depth, is_causal=mask == "causal",
-        window=(200, 0) if mask == "window" else None,
+        batch=1, q_len=length, kv_len=length, heads=32, kv_heads=32, qk_dim=depth, v_dim=depth,
+        is_causal=mask == "causal", window=(200, 0) if mask == "window" else None,
     )  # fmt: skip
     backend = Backend(
         "tiles",

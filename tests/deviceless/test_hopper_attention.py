@@ -114,6 +114,7 @@ BATCHES = {
         "d128 window, softcap": Call(options=WINDOW | SOFTCAP),
         "d256/128 causal": Call(qk_dim=256, v_dim=128, options=CAUSAL),
         "d256 full, odd length": Call(2047, qk_dim=256),
+        "d256 full, short": Call(512, qk_dim=256, batch=8),
         "d256 causal, odd length": Call(2047, qk_dim=256, options=CAUSAL),
         "d64 causal, grouped": Call(kv_heads=4, qk_dim=64, options=CAUSAL),
         "d64 any order": Call(qk_dim=64, options=CAUSAL | ANY_ORDER),

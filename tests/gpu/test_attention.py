@@ -114,6 +114,14 @@ def test_window_on_whole_tiles(backend):
     assert table.ok, f"\n{table}"
 
 
+@pytest.mark.parametrize("backend", KERNELS)
+def test_long_rows_of_depth_256(backend):
+    """Of which Hopper's forward holds a quarter of the queries in registers."""
+    case = Case(batch=2, q_len=1152, kv_len=1024, heads=8, kv_heads=4, qk_dim=256, v_dim=256)
+    table = check_parity(backends=[backend], cases={"long rows": case}, dtypes=[jnp.bfloat16])
+    assert table.ok, f"\n{table}"
+
+
 # Hopper's backward leaves dS of their tiles at depth 128: of all heads at once, or of two groups of them.
 DOCUMENTS = {
     "causal, grouped heads": Case(batch=2, q_len=2048, kv_len=2048, heads=16, kv_heads=4, documents=(700, 37, 1311)),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from selection import some_each_run
 
 from fast_layers.ops.attention import api, hopper_call, hopper_fwd, reference
@@ -34,6 +36,10 @@ PERSISTENT = {
         {"q_slots": 2},
     ),
     "two depths": (square(256, heads=2, kv_heads=2, v_dim=128), {"q_slots": 1}),
+    "queries in registers, two depths": (
+        square(256, heads=2, kv_heads=2, qk_dim=192, v_dim=128),
+        {"q_slots": 1, "blocks": 1, "held_columns": 64},
+    ),
 }
 
 
@@ -169,8 +175,33 @@ FORWARD_EACH_RUN = {
 }
 
 
+class HeldTooSoon(StandIn):
+    """The queries that registers hold are read before their load is awaited, and the others after."""
+
+    _awaited: Any = None
+
+    def barrier_wait(self, barrier: Any) -> None:
+        if self._name(barrier) == "q_ready":
+            self._awaited = barrier
+        else:
+            super().barrier_wait(barrier)
+
+    def load(self, ref: Any, **options: Any) -> Any:
+        loaded = plgpu.load(ref, **options)
+        if self._name(ref) == "q_slots":
+            plgpu.barrier_wait(self._awaited)
+            self.hits += 1
+        return loaded
+
+
+HELD_CASE = dataclasses.replace(FORWARD_CASE, q_len=256, kv_len=256, qk_dim=128)
+HELD = HopperForwardTiles(2, 64, blocks=1, takes_turns=False, held_columns=64)
+
+
 # In the text of a causal mask's compute warpgroups, the last wait for keys stands where tiles are passed over.
 FORM_FAULTS = {
+    "queries held before they came": (HELD_CASE, HeldTooSoon(), HELD, "read of SMEM"),
+    "held queries overwritten": (HELD_CASE, StandIn("barrier_wait q_consumed"), HELD, "write of SMEM"),
     "a cluster's blocks free their own slots only": (
         Case(batch=1, q_len=256, kv_len=400, heads=2, kv_heads=1),
         Slip(alone=True),
@@ -205,7 +236,10 @@ def test_planted_fault_of_the_forward_is_found(fault):
     found(hopper_fwd, fault, FORWARD_FAULTS)
 
 
-@pytest.mark.parametrize("fault", some_each_run(FORM_FAULTS, {"a cluster's blocks free their own slots only"}))
+FORM_EACH_RUN = {"a cluster's blocks free their own slots only", "queries held before they came"}
+
+
+@pytest.mark.parametrize("fault", some_each_run(FORM_FAULTS, FORM_EACH_RUN))
 def test_planted_fault_of_a_form_of_the_forward_is_found(fault):
     case, stand_in, tiles, access = FORM_FAULTS[fault]
     found(hopper_fwd, fault, {fault: (case, stand_in, access)}, forward_tiles(tiles))

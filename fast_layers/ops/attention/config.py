@@ -220,7 +220,8 @@ class HopperForwardTiles:
     orders the warpgroups' products; `splits` parts of the keys that a tile of queries sees, a block for each;
     with `own_spans` a warpgroup passes over those tiles of keys within its block's that none of its own rows sees, of a
     mask that is known before the call; `cluster` blocks load keys and values together, where all queries see the same;
-    with `last_keys_first` tiles of keys come from the last on, and no other needs a mask, where `one_ragged_tile`.
+    with `last_keys_first` tiles of keys come from the last on, and no other needs a mask, where `one_ragged_tile`;
+    `held_columns` of the queries stay in registers, where no score is hidden.
     """
 
     compute_wgs: int
@@ -233,6 +234,7 @@ class HopperForwardTiles:
     own_spans: bool = False
     cluster: int = 1
     last_keys_first: bool = False
+    held_columns: int = 0
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
@@ -249,6 +251,8 @@ class HopperForwardTiles:
             raise ValueError(f"{self.own_spans=}: spans of its own leave a warpgroup no turns, nor parts of the keys")
         if self.last_keys_first and (self.splits > 1 or self.cluster > 1):
             raise ValueError(f"{self.last_keys_first=}: neither with parts of the keys nor with a cluster")
+        if self.held_columns not in (0, _SWIZZLED_COLUMNS) or (self.held_columns and self.compute_wgs != 2):
+            raise ValueError(f"{self.held_columns=} must be 0, or with two warpgroups {_SWIZZLED_COLUMNS}")
         if self.cluster not in (1, 2) or (self.cluster == 2 and (self.splits > 1 or self.own_spans or self.blocks % 2)):
             raise ValueError(f"{self.cluster=} must be 1 or 2, and 1 with splits, own spans or an odd number of blocks")
 
@@ -258,13 +262,14 @@ class HopperForwardTiles:
 
     @property
     def compute_registers(self) -> int:
-        """Per thread. What a block is launched with is dealt out anew, in steps of 8; a block that asks for more waits
-        for ever."""
-        return {1: 240, 2: 216 if self._leaves_registers else 224, 3: 160}[self.compute_wgs]
+        """Per thread. What a block is launched with, in three warpgroups 168 each, is dealt out anew, in steps of 8; a
+        block that asks for more waits for ever."""
+        return {1: 240, 2: (3 * 168 - self.load_registers) // 2, 3: 160}[self.compute_wgs]
 
     @property
     def load_registers(self) -> int:
-        return {1: 208, 2: 72 if self._leaves_registers else 56, 3: 32}[self.compute_wgs]
+        two = 40 if self.held_columns else 72 if self._leaves_registers else 56
+        return {1: 208, 2: two, 3: 32}[self.compute_wgs]
 
     @property
     def _leaves_registers(self) -> bool:
@@ -327,10 +332,13 @@ class HopperForwardTiles:
         alike = sees_all(p) and -(-p.q_len // self.q_tile) % 2 == 0
         known = p.mask.band is not None and not arrays
         alone = self.cluster == 2 and not alike
+        whole = sees_all(p) and p.kv_len % self.kv_tile == 0
+        held = whole and p.softcap is None and self.held_columns < p.qk_dim and p.qk_dim % _SWIZZLED_COLUMNS == 0
         return dataclasses.replace(
             self,
             own_spans=self.own_spans and known,
             last_keys_first=self.last_keys_first and self.one_ragged_tile(p),
+            held_columns=self.held_columns if held else 0,
             cluster=1 if alone else self.cluster,
             takes_turns=self.takes_turns or alone,
         )
@@ -390,7 +398,10 @@ class HopperForwardTiles:
         tiles = dataclasses.replace(tiles, kv_tile=64, own_spans=known)
         gains = longest > 1024 and not 128 < p.v_dim <= 192 and tiles.one_ragged_tile(p)
         # Blocks that are not persistent gain by it, at depth 256 alone: 10 %.
-        return dataclasses.replace(tiles, last_keys_first=gains, blocks=0 if gains and p.v_dim > 192 else blocks)
+        blocks = 0 if gains and p.v_dim > 192 else blocks
+        holds = sees_all(p) and longest >= 1024 and p.qk_dim == p.v_dim == 256
+        held_columns = _SWIZZLED_COLUMNS if holds else 0
+        return dataclasses.replace(tiles, last_keys_first=gains, blocks=blocks, held_columns=held_columns)
 
 
 @dataclasses.dataclass(frozen=True)

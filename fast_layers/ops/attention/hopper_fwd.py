@@ -18,6 +18,8 @@ tiles of queries, and load one half of each tile of keys and values, for both.
 
 With `last_keys_first` j counts from the last tile of keys that a block sees: only that one has hidden scores.
 
+`held_columns` of Q are read once, into registers, so that scores(j) reads fewer bytes of shared memory.
+
 Where keys may be hidden, all roles end with a verdict (`judged`): if results are NaN, a hidden value may be, and they
 do the block's pieces again, with such values mended.
 
@@ -68,7 +70,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
     qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
     wgs, ring, kv_tile = tiles.compute_wgs, tiles.stages, tiles.kv_tile
     rounds = _LEAST_ROUNDS if dealt_in_the_call(p) and not p.mask.lengths_only else 0
-    backwards = tiles.last_keys_first
+    backwards, held = tiles.last_keys_first, tiles.held_columns
     work = Work(p, tiles, ROWS, qk_dim, v_dim, tiles.cluster, rounds, backwards)
     lookers = wgs if tiles.own_spans else 1  # who between them visit all tiles of keys that a block loads
     # Measured: with a mask, or at depths over 128, ptxas makes less of the rest; see bench/NOTES.md.
@@ -227,12 +229,22 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             return state, weights.astype(p.dtype), rescale
 
         def over_keys(out):
+            held_query = plgpu.load(query.at[:, :held], layout=WGMMA, optimized=False) if held else None
+
+            def multiply_keys(acc, slot):
+                key = s.k_slots.at[slot]
+                if held_query is None:
+                    plgpu.wgmma(acc, query, key.T)
+                else:
+                    plgpu.wgmma(acc, query.at[:, held:], key.at[:, held:].T)
+                    plgpu.wgmma(acc, held_query, key.at[:, :held].T)
+
             slot = slot_of(begin)
             plgpu.barrier_wait(s.k_ready.at[slot])
             wait_turn()
 
             def first_scores(acc):
-                plgpu.wgmma(acc, query, s.k_slots.at[slot].T)
+                multiply_keys(acc, slot)
                 pass_turn()
                 return acc[...]
 
@@ -249,7 +261,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 wait_turn()
 
                 def both_products(acc):
-                    plgpu.wgmma(acc, query, s.k_slots.at[k_slot].T)
+                    multiply_keys(acc, k_slot)
                     plgpu.wgmma(out, weights, s.v_slots.at[v_slot])
                     pass_turn()
                     # out's product goes on; but with dropout ptxas gives the next weights the registers that it reads.

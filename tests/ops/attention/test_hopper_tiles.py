@@ -27,10 +27,20 @@ REGISTERS = 1 << 16
 WARPGROUP = 128
 
 
-@pytest.mark.parametrize("compute_wgs", [1, 2, 3])
-def test_warpgroups_ask_for_no_more_registers_than_the_block_was_launched_with(compute_wgs):
+@pytest.mark.parametrize(
+    ("compute_wgs", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"blocks": 132, "takes_turns": False, "own_spans": True, "last_keys_first": True}),
+        (2, {"held_columns": 64}),
+        (3, {}),
+    ],
+    ids=str,
+)
+def test_warpgroups_ask_for_no_more_registers_than_the_block_was_launched_with(compute_wgs, options):
     """A warpgroup that asks for more than is left of the launch's registers waits for ever."""
-    tiles = HopperForwardTiles(compute_wgs, 128)
+    tiles = HopperForwardTiles(compute_wgs, 128, **options)
     threads = (compute_wgs + 1) * WARPGROUP
     launched = min(REGISTERS // threads, 255) // 8 * 8
     wanted = compute_wgs * tiles.compute_registers + tiles.load_registers
@@ -58,6 +68,8 @@ def test_warpgroups_of_the_deep_backward_ask_for_no_more_either():
         (lambda: HopperForwardTiles(2, 128, cluster=3), "cluster"),
         (lambda: HopperForwardTiles(2, 128, cluster=2, blocks=131), "cluster"),
         (lambda: HopperForwardTiles(2, 128, cluster=2, splits=2), "cluster"),
+        (lambda: HopperForwardTiles(2, 128, held_columns=32), "held_columns"),
+        (lambda: HopperForwardTiles(3, 128, held_columns=64), "held_columns"),
         (lambda: HopperBackwardTiles(96), "q_tile"),
         (lambda: HopperBackwardTiles(64, stages=0), "stages"),
         (lambda: HopperBackwardTiles(64, blocks=-1), "blocks"),
@@ -194,6 +206,34 @@ def test_deep_causal_tiles_of_64_keys_have_spans_of_their_own(depths, kv_tile):
     (tiles,) = chosen
     assert (tiles.kv_tile, tiles.own_spans) == (kv_tile, kv_tile == 64)
     assert tiles.smem_bytes(*depths) <= HOPPER_SMEM_BYTES
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "depth", "options", "held"),
+    [
+        (1024, 1024, 256, {}, 64),
+        (1023, 1023, 256, {}, 0),
+        (512, 1024, 256, {}, 64),
+        (2048, 2000, 256, {}, 0),  # keys are hidden in the last tile
+        (2000, 2048, 256, {}, 64),
+        (2048, 2048, 256, {"is_causal": True}, 0),
+        (2048, 2048, 256, {"softcap": 30.0}, 0),
+        (2048, 2048, 240, {}, 0),
+        (2048, 2048, 128, {}, 0),
+    ],
+    ids=str,
+)
+def test_long_unmasked_rows_of_depth_256_hold_queries_in_registers(q_len, kv_len, depth, options, held):
+    def choose(query, key, value):
+        inputs, aux, given, _ = api._prepare(query, key, value, **options)
+        problem = given.problem(inputs, aux)
+        chosen.append(HopperForwardTiles.of(problem, tuned.find(problem, "forward")).held_columns)
+        chosen.append(HopperForwardTiles.of(problem).held_columns)
+
+    chosen: list[int] = []
+    lengths = q_len, kv_len, kv_len
+    jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, length, 16, depth), jnp.bfloat16) for length in lengths))
+    assert chosen == [held, held]
 
 
 def _backward_problem(length, batch, causal, kv_heads=16):
