@@ -252,7 +252,8 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
     elif kind is HopperBackwardTiles:
         grids = 0, HOPPER_SMS
         leaves = {False, mask != "window" or depth in WIDEST_WINDOW_APART}
-        choices = itertools.product((64, 128), (1, 2, 3), leaves, {False, mask != "full"}, grids, {False, depth > 64})
+        holds_keys = {False, depth > 64 and mask != "window"}
+        choices = itertools.product((64, 128), (1, 2, 3), leaves, {False, mask != "full"}, grids, holds_keys)
         made = (
             kind(queries, stages, ragged, blocks, d_query_apart=apart, holds_keys=holds)
             for queries, stages, apart, ragged, blocks, holds in choices

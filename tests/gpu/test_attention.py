@@ -126,6 +126,9 @@ def test_long_rows_of_depth_256(backend):
 DOCUMENTS = {
     "causal, grouped heads": Case(batch=2, q_len=2048, kv_len=2048, heads=16, kv_heads=4, documents=(700, 37, 1311)),
     "causal, two groups": Case(batch=1, q_len=8192, kv_len=8192, heads=16, kv_heads=16, documents=(5000, 3192)),
+    "causal, scattered": Case(
+        batch=2, q_len=1024, kv_len=1024, heads=8, kv_heads=8, documents=(500, 3, 400), scattered=True
+    ),
     "causal, padding of NaN": Case(
         batch=2, q_len=1024, kv_len=1024, heads=8, kv_heads=8, documents=(500, 3, 400), poisoned_padding=True
     ),

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from selection import some_each_run
 
 from fast_layers.ops.attention import api, hopper_bwd_scores, hopper_bwd_visits, hopper_call, reference
 from fast_layers.ops.attention.config import HopperBackwardTiles
+from fast_layers.ops.attention.hopper_grad_parts import KeyRows
 from fast_layers.ops.attention.problem import Residuals
+from fast_layers.ops.attention.tile_mask import TileMask
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
 from simulator.attention import backward_tiles, judge, only, patched
@@ -54,6 +57,11 @@ VISITED = {
         _square(256, is_causal=True, softcap=5.0, documents=(150, 106)),
         HopperBackwardTiles(128),
     ),
+    # A document is cut in the second example, where rows tell what is hidden.
+    "causal documents, lengths": (
+        _square(256, batch=2, is_causal=True, documents=(150, 106), key_lengths=(256, 200)),
+        HopperBackwardTiles(64),
+    ),
     # Tiles of keys that no query sees come between those of other examples.
     "lengths": (
         _square(384, batch=3, key_lengths=(300, 77, 0), query_lengths=(211, 384, 384)),
@@ -82,6 +90,53 @@ def test_only_visited_tiles_are_left(name):
         judged = judge(case, supports=only("backward"))
     assert not judged.faulty, judged.report()
     assert judged.table.ok, judged.report()
+
+
+def _one_too_many(key_rows: KeyRows, *args: Any) -> Any:
+    return visible(key_rows._replace(stop=key_rows.stop + 1), *args)
+
+
+visible = KeyRows.visible
+ORDERED = _square(256, documents=(150, 106))
+SCATTERED = dataclasses.replace(ORDERED, scattered=True)
+WRONG = {"keys": (KeyRows, "visible", _one_too_many), "rows": (TileMask, "hide", lambda _, scores, *rows, **at: scores)}
+"""What tells which scores are hidden, made wrong."""
+
+
+@pytest.mark.parametrize(
+    ("case", "wrong", "matters"),
+    [
+        pytest.param(ORDERED, "rows", False, id="keys tell of ordered documents"),
+        pytest.param(ORDERED, "keys", True, id="and their last query is seen", marks=pytest.mark.exhaustive),
+        pytest.param(SCATTERED, "keys", False, id="rows tell of scattered ones"),
+        pytest.param(SCATTERED, "rows", True, id="and what they hide is seen", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_who_tells_what_is_hidden(case, wrong, matters):
+    with patched(*_visited(HopperBackwardTiles(128)), WRONG[wrong]):
+        judged = judge(case, supports=only("backward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok != matters, judged.report()
+
+
+@pytest.mark.exhaustive
+def test_vmap_over_documents():
+    """Keys tell of the first example's, rows of the second's."""
+    rng = np.random.default_rng(0)
+    given = [jnp.asarray(rng.normal(size=(2, 1, 256, 1, 64)), jnp.float16) for _ in range(4)]
+    ids = jnp.asarray(np.stack([np.repeat([0, 1], (150, 106)), np.repeat([0, 1, 0], (100, 50, 106))]), jnp.int32)
+
+    def gradients(backward, query, key, value, d_out, ids):
+        inputs, aux, options, _ = api._prepare(query, key, value, segment_ids=ids, is_causal=True)
+        problem = options.problem(inputs, aux)
+        out, lse = reference.forward(problem, inputs, aux)
+        return backward(problem, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse))[:3]
+
+    with patched(*_visited(HopperBackwardTiles(128))):
+        got = simulate(jax.vmap(functools.partial(gradients, hopper_call.backward)), *given, ids).check()
+    want = jax.vmap(functools.partial(gradients, reference.backward))(*given, ids)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (ours, theirs)), rtol=2e-2, atol=1e-2)
 
 
 @pytest.mark.exhaustive

@@ -306,6 +306,7 @@ def _run(
             for tile in (*key, value):
                 make_finite(tile)
             plgpu.commit_smem()
+        key_rows = None if inputs.key_rows is None else inputs.key_rows.load(example, k_start, ROWS)
         some_broken = None
         if visits is not None and visits.some_broken is not None:
             some_broken = visits.some_broken[example, piece.kv_head] != 0
@@ -368,8 +369,14 @@ def _run(
                 scores += logits.bias(shape=scores.shape, **at)
             if hides:
 
-                def hide(scores):
+                def hide_by_rows(scores):
                     return mask.hide(scores, mask.rows(example, q_index * q_tile, q_tile, 1), **at)
+
+                def hide(scores):
+                    if key_rows is None:
+                        return hide_by_rows(scores)
+                    visible = functools.partial(key_rows.visible, q_index * q_tile, q_tile)
+                    return lax.cond(key_rows.say_all, lambda x: jnp.where(visible(), x, -jnp.inf), hide_by_rows, scores)
 
                 scores = hide(scores) if ragged is None else lax.cond(ragged, hide, lambda x: x, scores)
             weights = jnp.exp2(scores * to_log2)

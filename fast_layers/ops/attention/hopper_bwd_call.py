@@ -22,7 +22,7 @@ from fast_layers.ops.attention import (
     tuned,
 )
 from fast_layers.ops.attention.config import MAX_SHALLOW_DEPTH, HopperBackwardTiles, HopperDeepBackwardTiles
-from fast_layers.ops.attention.hopper_grad_parts import Operands, folds_lse, summed_dtype
+from fast_layers.ops.attention.hopper_grad_parts import KeyRows, Operands, folds_lse, summed_dtype
 from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals, finite_or_zero
 from fast_layers.ops.attention.tile_logits import LogitOperands
@@ -83,6 +83,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile, keys_first=True),
         broken_keys if hides_keys else None,
         _some_of_tile(pad_axis(broken_rows, whole, 2), tiles.q_tile) if hides_queries and in_kernel else None,
+        KeyRows.of(p, aux.mask) if apart else None,
         None if rows is None else rows.d_query,
     )
     d_query, d_key, d_value = over_batch(functools.partial(launch, tiles), SHARED)(p, operands)

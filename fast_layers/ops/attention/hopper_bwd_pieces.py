@@ -25,7 +25,7 @@ from fast_layers.ops.attention.config import (
     sees_all,
 )
 from fast_layers.ops.attention.hopper_bwd_scores import TILE
-from fast_layers.ops.attention.hopper_bwd_visits import Visits
+from fast_layers.ops.attention.hopper_bwd_visits import Visits, places
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_mask import TileMask
 
@@ -95,9 +95,7 @@ def longest_first(p: Problem, spans: Int[Array, "B|1 J 2"], order: TileOrder) ->
         steps = steps[example].swapaxes(1, 2).reshape(-1, units * order.tiles)
     size = steps.shape[1]
     place = jnp.arange(size, dtype=jnp.int32)
-    # Sums over comparisons: each of two kernels of XLA, where a sort would be many.
-    falling = steps * size - place
-    rank = (falling[:, None, :] > falling[..., None]).sum(-1, dtype=jnp.int32)
+    rank = places(steps)
     first = jnp.arange(0, order.total, size * alike, dtype=jnp.int32)[:, None, None, None]
     found = first + place * alike + jnp.arange(alike, dtype=jnp.int32)[:, None]
     is_next = rank[:, None, None] == place[:, None, None]

@@ -75,11 +75,17 @@ class Visits(NamedTuple):
         return _find(self.by_queries, block, heads, first_head, heads_of_example, _QUERIES_TOGETHER)
 
 
+def places(lengths: Int[Array, "B X"]) -> Int[Array, "B X"]:
+    """Of each from the longest on. Sums over comparisons, each of two kernels of XLA, where a sort would be many."""
+    size = lengths.shape[1]
+    falling = lengths * size - jnp.arange(size, dtype=jnp.int32)
+    return (falling[:, None, :] > falling[..., None]).sum(-1, dtype=jnp.int32)
+
+
 def _longest_first(*facts: Int[Array, "B X"]) -> Int[Array, "B X 5"]:
-    """[index, *facts] by what lies between the first two. By sums over comparisons, since XLA's sorting takes long."""
-    index = jnp.arange(facts[0].shape[1], dtype=jnp.int32)
-    falling = (facts[1] - facts[0]) * index.size - index
-    rank = (falling[:, None, :] > falling[..., None]).sum(-1, dtype=jnp.int32)
+    """[index, *facts] by what lies between the first two."""
+    rank = places(facts[1] - facts[0])
+    index = jnp.arange(rank.shape[1], dtype=jnp.int32)
     own = (rank[:, None, :] == index[:, None])[..., None]
     told = jnp.stack([jnp.broadcast_to(index, rank.shape), *facts], -1)
     return jnp.where(own, told[:, None], 0).sum(2, dtype=jnp.int32)

@@ -17,12 +17,63 @@ from jaxtyping import Array, Float, Int
 from fast_layers.kernel_parts.nearest_integers import nearest_integers
 from fast_layers.kernel_parts.smem_tile import swizzled_columns
 from fast_layers.ops.attention.kernel_operands import RowMask
+from fast_layers.ops.attention.masks import MaskForm
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import LogitOperands
 from fast_layers.ops.attention.tile_mask import WGMMA
 
 BY_QUERY = WGMMA.reduce(0)
 BY_ROW = WGMMA.reduce(1)
+_COLUMNS = 8
+"""From one pair of a row's scores that a thread holds to its next."""
+
+
+class KeyRows(NamedTuple):
+    """The queries [start, stop) that see each key, where every document is in one piece."""
+
+    start: Int[Array, "B|1 S"]
+    stop: Int[Array, "B|1 S"]
+    say_all: Int[Array, " B|1"]
+    """Whether it is so in an example; else only the queries' intervals and ids tell who sees a key."""
+
+    @classmethod
+    def of(cls, p: Problem, form: MaskForm) -> KeyRows | None:
+        """None where documents have no part in the mask, or queries are others than keys; with a soft cap, whose
+        registers leave none for them."""
+        if form.scattered is None or form.start is None or form.stop is None:
+            return None
+        if p.q_len != p.kv_len or p.softcap is not None:
+            return None
+        start, stop = jnp.broadcast_arrays(form.start, form.stop)
+        index = jnp.arange(p.kv_len, dtype=jnp.int32)
+        # A query that sees any key shares its interval with all queries in it, and with no others: then those that
+        # see a key are the interval of the query in the key's place.
+        sees_none, edge = start >= stop, jnp.zeros_like(start[:, :1], dtype=bool)
+        goes_on = (start[:, 1:] == start[:, :-1]) & (stop[:, 1:] == stop[:, :-1])
+        begins = (start == index) | jnp.concatenate((edge, goes_on), 1)
+        ends = (stop == index + 1) | jnp.concatenate((goes_on, edge), 1)
+        say_all = (sees_none | (begins & ends & ~form.scattered)).all(-1)
+        band = p.mask.band
+        if band is not None and band.high is not None:
+            start = jnp.maximum(start, index - band.high)
+        if band is not None and band.low is not None:
+            stop = jnp.minimum(stop, index + (1 - band.low))
+        return cls(start, stop, say_all.astype(jnp.int32))
+
+    def load(self, example: Any, k_start: Any, keys: int) -> KeyRows:
+        """In a kernel: of so many keys, in registers, and `say_all` of their example as a condition."""
+        refs: Any = self
+        at = (example if refs.start.shape[0] > 1 else 0), pl.ds(k_start, keys)
+        start, stop = (plgpu.load(x.at[at], layout=BY_ROW, optimized=False) for x in (refs.start, refs.stop))
+        return KeyRows(start, stop, refs.say_all[example if refs.say_all.shape[0] > 1 else 0] != 0)
+
+    def visible(self, q_start: Any, queries: int) -> Any:
+        """In a kernel, of what was loaded: [keys, queries]. A thread compares few numbers, of the first part's columns,
+        with constants of each part."""
+        part = (self.start.shape[0], _COLUMNS)
+        query = q_start + plgpu.broadcasted_iota(jnp.int32, part, 1, layout=WGMMA)
+        after, before = (query - lax.broadcast_in_dim(x, part, [0]) for x in (self.start, self.stop))
+        return jnp.concatenate([(after >= -at) & (before < -at) for at in range(0, queries, _COLUMNS)], axis=1)
 
 
 class Operands(NamedTuple):
@@ -43,6 +94,7 @@ class Operands(NamedTuple):
     """Whether a key or value of the head may be NaN or inf; None where none is hidden."""
     broken_queries: Int[Array, "B N I"] | None = None
     """Whether a query or output gradient of a tile may be; None where it may meet all weights, or was mended before."""
+    key_rows: KeyRows | None = None
     zeros: Int[Array, "B T N H"] | Float[Array, "B T N H"] | None = None
     """For dQ to be added to; None where there are none yet."""
 

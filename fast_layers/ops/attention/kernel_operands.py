@@ -19,7 +19,7 @@ from fast_layers.kernel_parts.kv_range import INT_MAX
 from fast_layers.ops.attention.masks import MaskForm
 from fast_layers.ops.attention.problem import Problem
 
-SHARED = frozenset({"sinks", "mask", "q_span", "logits"})
+SHARED = frozenset({"sinks", "mask", "q_span", "logits", "key_rows"})
 """Operands of which all examples of a batch may share one."""
 DEPTH_MULTIPLE = 16
 TMA_ROWS = 8

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import examples
 
+from fast_layers import masks
 from fast_layers.ops.attention import api
 from fast_layers.ops.attention.hopper_bwd_visits import Visits
+from fast_layers.ops.attention.hopper_grad_parts import KeyRows
 from fast_layers.ops.attention.kernel_operands import RowMask
 
 TILE = 128
@@ -70,3 +75,93 @@ def test_visits_follow_from_what_rows_see(name, q_tile):
         for told in (by_keys, by_queries):
             assert sorted(told[:, 0]) == list(range(tiles))
             assert (np.diff(told[:, 2] - told[:, 1]) <= 0).all()
+
+
+SAID = {
+    "documents": [1],
+    "causal documents": [1],
+    "window": [1],
+    "documents of each example": [1, 0],
+    "keys far apart": [0],
+    "ids that share a bucket": [0],
+    "padding between and behind": [1],
+    "documents and lengths": [1, 0],
+    "one length for queries and keys": [1, 1],
+}
+"""Of masks with documents: whether the keys' intervals say it all, of each example."""
+PADDED = np.repeat([0, -1, 1, -1], (150, 100, 400, LENGTH - 650)).astype(np.int32)
+LENGTHS = np.array([300, 400])
+MORE_MASKS = {
+    "ids that share a bucket": {"segment_ids": np.where(AGAIN > 0, 1 << 16, 0).astype(np.int32)},
+    "padding between and behind": {"segment_ids": PADDED, "is_causal": True},
+    "documents and lengths": {
+        "segment_ids": DOCUMENTS,
+        "query_seq_lengths": np.array([550, LENGTH]),
+        "key_value_seq_lengths": np.array([550, 400]),
+    },
+    "one length for queries and keys": {
+        "segment_ids": DOCUMENTS,
+        "query_seq_lengths": LENGTHS,
+        "key_value_seq_lengths": LENGTHS,
+    },
+}
+
+
+def _key_rows(query_length: int = LENGTH, **given: Any) -> tuple[KeyRows | None, np.ndarray]:
+    """And who sees what, [B, rows, keys]."""
+    query, key = (jnp.zeros((2, length, 2, 64), jnp.bfloat16) for length in (query_length, LENGTH))
+    inputs, aux, options, _ = api._prepare(query, key, key, **given)
+    return KeyRows.of(options.problem(inputs, aux), aux.mask), np.asarray(aux.mask.as_array(query_length, LENGTH))[:, 0]
+
+
+def _told(rows: KeyRows) -> np.ndarray:
+    """[B, rows, keys]."""
+    start, stop = (np.asarray(x)[:, None] for x in (rows.start, rows.stop))
+    index = np.arange(start.shape[-1])[:, None]
+    return (index >= start) & (index < stop)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_queries_that_see_a_key(name):
+    rows, seen = _key_rows(**(MASKS | MORE_MASKS)[name])
+    assert rows is not None
+    np.testing.assert_array_equal(rows.say_all, SAID[name])
+    for told, by_keys, by_rows in zip(rows.say_all, _told(rows), seen, strict=True):
+        assert not told or (by_keys == by_rows).all()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [MASKS["lengths"], {"is_causal": True}, {"query_length": 512, "segment_ids": (DOCUMENTS[:512], DOCUMENTS)}],
+    ids=["lengths", "causal", "fewer queries"],
+)
+def test_keys_that_have_no_intervals(given):
+    assert _key_rows(**given)[0] is None
+
+
+FEW = 9
+ids = st.lists(st.integers(-1, 3), min_size=FEW, max_size=FEW).map(lambda x: np.array(x, np.int32))
+lengths = st.none() | st.integers(0, FEW)
+reach = st.none() | st.integers(0, FEW)
+
+
+@examples(30)
+@hypothesis.given(
+    query_ids=ids | ids.map(np.sort),
+    key_ids=st.none() | ids,
+    lengths=st.tuples(lengths, lengths),
+    left=reach,
+    right=reach,
+)
+def test_what_keys_say_is_what_rows_see(query_ids, key_ids, lengths, left, right):
+    parts = [masks.Segments(query_ids, key_ids), masks.LocalWindow(left, right)]
+    parts += [kind(n) for kind, n in zip((masks.QueryLengths, masks.KeyLengths), lengths, strict=True) if n is not None]
+    query = jnp.zeros((1, FEW, 1, 64), jnp.bfloat16)
+    inputs, aux, options, _ = api._prepare(query, query, query, mask=masks.And(tuple(parts)))
+    rows, seen = KeyRows.of(options.problem(inputs, aux), aux.mask), np.asarray(aux.mask.as_array(FEW, FEW))
+    assert rows is not None
+    if rows.say_all[0]:
+        np.testing.assert_array_equal(_told(rows), seen[0])
+    runs = np.flatnonzero(np.diff(query_ids)).size + 1
+    if key_ids is None and lengths == (None, None) and runs == np.unique(query_ids).size:
+        assert rows.say_all[0]
