@@ -1,7 +1,7 @@
 """Small kernels that use what kernels of the package use, each with faults that can be planted by name.
 
-`fault=None` is the healthy kernel. No fault lets a barrier complete twice unobserved: the simulator stops at that,
-maybe before the race. All take and give bfloat16 or float32 matrices whose sizes are multiples of the tiles named here.
+`fault=None` is the healthy kernel. A fault races before it lets a barrier complete twice unobserved, at which the
+simulator stops. All take and give bfloat16 or float32 matrices whose sizes are multiples of the tiles named here.
 """
 
 from __future__ import annotations
