@@ -178,7 +178,7 @@ SPILLS = {
     "d64 causal": (48, 40),
     "d64 causal, grouped": (48, 120),
     "d64 any order": (48, 40),
-    "d64 segments": (0, 280),
+    "d64 segments": (0, 345),
     "d64 everything": (8, 940),
     "d80 causal, odd length": (32, 80),
     "d32 causal": (0, 120),

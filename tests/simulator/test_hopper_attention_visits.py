@@ -73,10 +73,10 @@ VISITED = {
 PAIRS = {"documents": 3, "documents, scattered": 1, "lengths": 1}
 
 
-def _visited(tiles: HopperBackwardTiles, pairs: int | None = None) -> list[tuple[Any, str, Any]]:
+def _visited(tiles: HopperBackwardTiles, pairs: int | None = None, apart: bool = True) -> list[tuple[Any, str, Any]]:
     # Two heads side by side at most.
     patches = [
-        backward_tiles(dataclasses.replace(tiles, d_query_apart=True)),
+        backward_tiles(dataclasses.replace(tiles, d_query_apart=apart)),
         (hopper_bwd_visits, "_KEYS_TOGETHER", 8),
         (hopper_bwd_visits, "_QUERIES_TOGETHER", 8),
     ]
@@ -103,6 +103,7 @@ WRONG = {"keys": (KeyRows, "visible", _one_too_many), "rows": (TileMask, "hide",
 """What tells which scores are hidden, made wrong."""
 
 
+@pytest.mark.parametrize("apart", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["apart", "inside"])
 @pytest.mark.parametrize(
     ("case", "wrong", "matters"),
     [
@@ -112,11 +113,29 @@ WRONG = {"keys": (KeyRows, "visible", _one_too_many), "rows": (TileMask, "hide",
         pytest.param(SCATTERED, "rows", True, id="and what they hide is seen", marks=pytest.mark.exhaustive),
     ],
 )
-def test_who_tells_what_is_hidden(case, wrong, matters):
-    with patched(*_visited(HopperBackwardTiles(128)), WRONG[wrong]):
+def test_who_tells_what_is_hidden(case, wrong, matters, apart):
+    with patched(*_visited(HopperBackwardTiles(128), apart=apart), WRONG[wrong]):
         judged = judge(case, supports=only("backward"))
     assert not judged.faulty, judged.report()
     assert judged.table.ok != matters, judged.report()
+
+
+# dQ is summed in the kernel where a last tile is ragged.
+RAGGED = {
+    "causal": _square(250, batch=2, is_causal=True, documents=(150, 100), lse_gradient=True),
+    "full, grouped heads": _square(330, heads=2, documents=(100, 37, 193)),
+    "depth 128, window": _square(200, qk_dim=128, v_dim=128, documents=(110, 90), window=(70, 0)),
+    "scattered": _square(250, batch=2, documents=(120, 100), scattered=True),
+    "padding of NaN": _square(250, batch=2, documents=(130, 3), poisoned_padding=True),
+}
+
+
+@pytest.mark.parametrize("name", some_each_run(RAGGED, {"causal"}))
+def test_documents_with_a_ragged_tile(name):
+    with patched(*_visited(HopperBackwardTiles(128), apart=False)):
+        judged = judge(RAGGED[name], supports=only("backward"))
+    assert not judged.faulty, judged.report()
+    assert judged.table.ok, judged.report()
 
 
 @pytest.mark.exhaustive

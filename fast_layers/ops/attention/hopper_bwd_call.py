@@ -83,7 +83,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile, keys_first=True),
         broken_keys if hides_keys else None,
         _some_of_tile(pad_axis(broken_rows, whole, 2), tiles.q_tile) if hides_queries and in_kernel else None,
-        KeyRows.of(p, aux.mask) if apart else None,
+        None if deep else KeyRows.of(p, aux.mask, tiles.kv_tile),
         None if rows is None else rows.d_query,
     )
     d_query, d_key, d_value = over_batch(functools.partial(launch, tiles), SHARED)(p, operands)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from fast_layers.kernel_parts.nearest_integers import nearest_integers
 from fast_layers.kernel_parts.smem_tile import swizzled_columns
-from fast_layers.ops.attention.kernel_operands import RowMask
+from fast_layers.ops.attention.kernel_operands import RowMask, pad_axis, round_up
 from fast_layers.ops.attention.masks import MaskForm
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import LogitOperands
@@ -29,7 +29,8 @@ _COLUMNS = 8
 
 
 class KeyRows(NamedTuple):
-    """The queries [start, stop) that see each key, where every document is in one piece."""
+    """The queries [start, stop) that see each key, where every document is in one piece. Keys are in whole tiles; no
+    query sees those that are added."""
 
     start: Int[Array, "B|1 S"]
     stop: Int[Array, "B|1 S"]
@@ -37,12 +38,12 @@ class KeyRows(NamedTuple):
     """Whether it is so in an example; else only the queries' intervals and ids tell who sees a key."""
 
     @classmethod
-    def of(cls, p: Problem, form: MaskForm) -> KeyRows | None:
-        """None where documents have no part in the mask, or queries are others than keys; with a soft cap, whose
-        registers leave none for them."""
+    def of(cls, p: Problem, form: MaskForm, kv_tile: int) -> KeyRows | None:
+        """None where documents have no part in the mask, or queries are others than keys; with a soft cap or something
+        for each score, whose registers leave none for them."""
         if form.scattered is None or form.start is None or form.stop is None:
             return None
-        if p.q_len != p.kv_len or p.softcap is not None:
+        if p.q_len != p.kv_len or p.softcap is not None or p.per_score:
             return None
         start, stop = jnp.broadcast_arrays(form.start, form.stop)
         index = jnp.arange(p.kv_len, dtype=jnp.int32)
@@ -58,7 +59,8 @@ class KeyRows(NamedTuple):
             start = jnp.maximum(start, index - band.high)
         if band is not None and band.low is not None:
             stop = jnp.minimum(stop, index + (1 - band.low))
-        return cls(start, stop, say_all.astype(jnp.int32))
+        whole = round_up(p.kv_len, kv_tile)
+        return cls(pad_axis(start, whole, 1), pad_axis(stop, whole, 1), say_all.astype(jnp.int32))
 
     def load(self, example: Any, k_start: Any, keys: int) -> KeyRows:
         """In a kernel: of so many keys, in registers, and `say_all` of their example as a condition."""

@@ -111,14 +111,17 @@ def _key_rows(query_length: int = LENGTH, **given: Any) -> tuple[KeyRows | None,
     """And who sees what, [B, rows, keys]."""
     query, key = (jnp.zeros((2, length, 2, 64), jnp.bfloat16) for length in (query_length, LENGTH))
     inputs, aux, options, _ = api._prepare(query, key, key, **given)
-    return KeyRows.of(options.problem(inputs, aux), aux.mask), np.asarray(aux.mask.as_array(query_length, LENGTH))[:, 0]
+    seen = np.asarray(aux.mask.as_array(query_length, LENGTH))[:, 0]
+    return KeyRows.of(options.problem(inputs, aux), aux.mask, 128), seen
 
 
-def _told(rows: KeyRows) -> np.ndarray:
-    """[B, rows, keys]."""
+def _told(rows: KeyRows, length: int = LENGTH) -> np.ndarray:
+    """[B, rows, keys]; none sees a key of the last tile that is none."""
     start, stop = (np.asarray(x)[:, None] for x in (rows.start, rows.stop))
     index = np.arange(start.shape[-1])[:, None]
-    return (index >= start) & (index < stop)
+    told = (index >= start) & (index < stop)
+    assert not told[..., length:].any()
+    return told[:, :length, :length]
 
 
 @pytest.mark.parametrize("name", SAID)
@@ -139,7 +142,7 @@ def test_keys_that_have_no_intervals(given):
     assert _key_rows(**given)[0] is None
 
 
-FEW = 9
+FEW, FEW_AT_ONCE, WHOLE = 9, 4, 12
 ids = st.lists(st.integers(-1, 3), min_size=FEW, max_size=FEW).map(lambda x: np.array(x, np.int32))
 lengths = st.none() | st.integers(0, FEW)
 reach = st.none() | st.integers(0, FEW)
@@ -158,10 +161,12 @@ def test_what_keys_say_is_what_rows_see(query_ids, key_ids, lengths, left, right
     parts += [kind(n) for kind, n in zip((masks.QueryLengths, masks.KeyLengths), lengths, strict=True) if n is not None]
     query = jnp.zeros((1, FEW, 1, 64), jnp.bfloat16)
     inputs, aux, options, _ = api._prepare(query, query, query, mask=masks.And(tuple(parts)))
-    rows, seen = KeyRows.of(options.problem(inputs, aux), aux.mask), np.asarray(aux.mask.as_array(FEW, FEW))
+    rows = KeyRows.of(options.problem(inputs, aux), aux.mask, FEW_AT_ONCE)
+    seen = np.asarray(aux.mask.as_array(FEW, FEW))
     assert rows is not None
+    assert rows.start.shape[1] == rows.stop.shape[1] == WHOLE
     if rows.say_all[0]:
-        np.testing.assert_array_equal(_told(rows), seen[0])
+        np.testing.assert_array_equal(_told(rows, FEW), seen[0])
     runs = np.flatnonzero(np.diff(query_ids)).size + 1
     if key_ids is None and lengths == (None, None) and runs == np.unique(query_ids).size:
         assert rows.say_all[0]
