@@ -246,7 +246,8 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
             [{**o, "cluster": 2} for o in orders] if mask == "full" else [{"takes_turns": False, "own_spans": True}]
         )
         orders += [{**o, "last_keys_first": True} for o in orders] if mask == "causal" else []
-        orders += [{"takes_turns": False, "held_columns": 64}] if mask == "full" and depth > 192 else []
+        held = [{"takes_turns": False, "held_columns": columns} for columns in (64, 128)]
+        orders += held if mask == "full" and depth > 128 else []
         choices = itertools.product(warpgroups, (64, 128), (2, 3, 4), grids, orders)
         made = (kind(wgs, keys, stages, *grid, **order) for wgs, keys, stages, grid, order in choices)
     elif kind is HopperBackwardTiles:

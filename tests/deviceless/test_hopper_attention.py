@@ -114,6 +114,8 @@ BATCHES = {
         "d64 softcap": Call(qk_dim=64, options=CAUSAL | SOFTCAP),
         "d128 window, softcap": Call(options=WINDOW | SOFTCAP),
         "d256/128 causal": Call(qk_dim=256, v_dim=128, options=CAUSAL),
+        "d192/128 full": Call(qk_dim=192, v_dim=128),
+        "d192 full": Call(qk_dim=192),
         "d256 full, odd length": Call(2047, qk_dim=256),
         "d256 full, short": Call(512, qk_dim=256, batch=8),
         "d256 causal, odd length": Call(2047, qk_dim=256, options=CAUSAL),

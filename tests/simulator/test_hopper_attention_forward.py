@@ -40,6 +40,10 @@ PERSISTENT = {
         square(256, heads=2, kv_heads=2, qk_dim=192, v_dim=128),
         {"q_slots": 1, "blocks": 1, "held_columns": 64},
     ),
+    "causal, queries in registers": (
+        square(256, heads=2, kv_heads=2, qk_dim=192, v_dim=128, is_causal=True),
+        {"blocks": 1, "held_columns": 128, "takes_turns": False, "own_spans": True, "last_keys_first": True},
+    ),
 }
 
 

@@ -90,6 +90,10 @@ _TMA_COLUMNS = 16
 """What depths are a multiple of where no product asks for more."""
 _SWIZZLED_COLUMNS = 64
 """Of a tile of dS or weights in shared memory: what it is multiplied with there must be swizzled as it is."""
+_HELD_COLUMNS = (64, 128)
+"""Of a forward's queries: panels of so many columns are multiplied by themselves."""
+_MEASURED_HELD_COLUMNS = {(256, 256): (64, 0), (256, 128): (128, 128), (192, 192): (128, 0), (192, 128): (128, 128)}
+"""Without a mask and under a causal one, by the depths of queries and values: bench/NOTES.md."""
 _FEWEST_TILES_HELD = 16
 """Of keys, and of queries, without a mask, twice as many under a causal one, from which on a block for each tile of
 keys, with half of it in registers, is faster than persistent blocks, which have no such registers left."""
@@ -221,7 +225,7 @@ class HopperForwardTiles:
     with `own_spans` a warpgroup passes over those tiles of keys within its block's that none of its own rows sees, of a
     mask that is known before the call; `cluster` blocks load keys and values together, where all queries see the same;
     with `last_keys_first` tiles of keys come from the last on, and no other needs a mask, where `one_ragged_tile`;
-    `held_columns` of the queries stay in registers, where no score is hidden.
+    `held_columns` of the queries stay in registers, where no score is hidden or under a causal mask alone.
     """
 
     compute_wgs: int
@@ -251,8 +255,8 @@ class HopperForwardTiles:
             raise ValueError(f"{self.own_spans=}: spans of its own leave a warpgroup no turns, nor parts of the keys")
         if self.last_keys_first and (self.splits > 1 or self.cluster > 1):
             raise ValueError(f"{self.last_keys_first=}: neither with parts of the keys nor with a cluster")
-        if self.held_columns not in (0, _SWIZZLED_COLUMNS) or (self.held_columns and self.compute_wgs != 2):
-            raise ValueError(f"{self.held_columns=} must be 0, or with two warpgroups {_SWIZZLED_COLUMNS}")
+        if self.held_columns not in (0, *_HELD_COLUMNS) or (self.held_columns and self.compute_wgs != 2):
+            raise ValueError(f"{self.held_columns=} must be 0, or with two warpgroups one of {_HELD_COLUMNS}")
         if self.cluster not in (1, 2) or (self.cluster == 2 and (self.splits > 1 or self.own_spans or self.blocks % 2)):
             raise ValueError(f"{self.cluster=} must be 1 or 2, and 1 with splits, own spans or an odd number of blocks")
 
@@ -268,7 +272,7 @@ class HopperForwardTiles:
 
     @property
     def load_registers(self) -> int:
-        two = 40 if self.held_columns else 72 if self._leaves_registers else 56
+        two = 72 if self._leaves_registers else 40 if self.held_columns else 56
         return {1: 208, 2: two, 3: 32}[self.compute_wgs]
 
     @property
@@ -332,7 +336,8 @@ class HopperForwardTiles:
         alike = sees_all(p) and -(-p.q_len // self.q_tile) % 2 == 0
         known = p.mask.band is not None and not arrays
         alone = self.cluster == 2 and not alike
-        whole = sees_all(p) and p.kv_len % self.kv_tile == 0
+        windowed = p.mask.band is not None and p.mask.band.low is not None
+        whole = known_before_the_call(p) and not windowed and p.kv_len % self.kv_tile == 0
         held = whole and p.softcap is None and self.held_columns < p.qk_dim and p.qk_dim % _SWIZZLED_COLUMNS == 0
         return dataclasses.replace(
             self,
@@ -399,8 +404,8 @@ class HopperForwardTiles:
         gains = longest > 1024 and not 128 < p.v_dim <= 192 and tiles.one_ragged_tile(p)
         # Blocks that are not persistent gain by it, at depth 256 alone: 10 %.
         blocks = 0 if gains and p.v_dim > 192 else blocks
-        holds = sees_all(p) and longest >= 1024 and p.qk_dim == p.v_dim == 256
-        held_columns = _SWIZZLED_COLUMNS if holds else 0
+        unmasked, under_causal = _MEASURED_HELD_COLUMNS.get((p.qk_dim, p.v_dim), (0, 0))
+        held_columns = 0 if longest < 1024 else under_causal if causal else unmasked
         return dataclasses.replace(tiles, last_keys_first=gains, blocks=blocks, held_columns=held_columns)
 
 

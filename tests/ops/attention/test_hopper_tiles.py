@@ -25,6 +25,7 @@ from fast_layers.ops.attention.problem import MaskFacts, Problem, Residuals
 
 REGISTERS = 1 << 16
 WARPGROUP = 128
+CAUSAL = {"is_causal": True}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,7 @@ WARPGROUP = 128
         (2, {}),
         (2, {"blocks": 132, "takes_turns": False, "own_spans": True, "last_keys_first": True}),
         (2, {"held_columns": 64}),
+        (2, {"held_columns": 128, "blocks": 132, "takes_turns": False, "own_spans": True, "last_keys_first": True}),
         (3, {}),
     ],
     ids=str,
@@ -69,6 +71,7 @@ def test_warpgroups_of_the_deep_backward_ask_for_no_more_either():
         (lambda: HopperForwardTiles(2, 128, cluster=2, blocks=131), "cluster"),
         (lambda: HopperForwardTiles(2, 128, cluster=2, splits=2), "cluster"),
         (lambda: HopperForwardTiles(2, 128, held_columns=32), "held_columns"),
+        (lambda: HopperForwardTiles(2, 128, held_columns=192), "held_columns"),
         (lambda: HopperForwardTiles(3, 128, held_columns=64), "held_columns"),
         (lambda: HopperBackwardTiles(96), "q_tile"),
         (lambda: HopperBackwardTiles(64, stages=0), "stages"),
@@ -209,21 +212,30 @@ def test_deep_causal_tiles_of_64_keys_have_spans_of_their_own(depths, kv_tile):
 
 
 @pytest.mark.parametrize(
-    ("q_len", "kv_len", "depth", "options", "held"),
+    ("q_len", "kv_len", "depths", "options", "held"),
     [
-        (1024, 1024, 256, {}, 64),
-        (1023, 1023, 256, {}, 0),
-        (512, 1024, 256, {}, 64),
-        (2048, 2000, 256, {}, 0),  # keys are hidden in the last tile
-        (2000, 2048, 256, {}, 64),
-        (2048, 2048, 256, {"is_causal": True}, 0),
-        (2048, 2048, 256, {"softcap": 30.0}, 0),
-        (2048, 2048, 240, {}, 0),
-        (2048, 2048, 128, {}, 0),
+        (1024, 1024, (256, 256), {}, 64),
+        (1023, 1023, (256, 256), {}, 0),
+        (512, 1024, (256, 256), {}, 64),
+        (2048, 2000, (256, 256), {}, 0),  # keys are hidden in the last tile
+        (2000, 2048, (256, 256), {}, 64),
+        (2048, 2048, (256, 256), CAUSAL, 0),
+        (2048, 2048, (256, 256), {"softcap": 30.0}, 0),
+        (2048, 2048, (240, 240), {}, 0),
+        (2048, 2048, (128, 128), {}, 0),
+        (2048, 2048, (192, 128), {}, 128),
+        (2048, 2048, (192, 128), CAUSAL, 128),
+        (1000, 1000, (192, 128), CAUSAL, 0),
+        (2048, 2048, (192, 128), CAUSAL | {"local_window_size": (512, 0)}, 0),
+        (2048, 2048, (192, 128), CAUSAL | {"segment_ids": np.zeros((8, 2048), np.int32)}, 0),
+        (2048, 2048, (192, 128), CAUSAL | {"softcap": 30.0}, 0),
+        (2048, 2048, (256, 128), CAUSAL, 128),
+        (2048, 2048, (192, 192), {}, 128),
+        (2048, 2048, (192, 192), CAUSAL, 0),
     ],
     ids=str,
 )
-def test_long_unmasked_rows_of_depth_256_hold_queries_in_registers(q_len, kv_len, depth, options, held):
+def test_long_rows_deeper_than_128_hold_queries_in_registers(q_len, kv_len, depths, options, held):
     def choose(query, key, value):
         inputs, aux, given, _ = api._prepare(query, key, value, **options)
         problem = given.problem(inputs, aux)
@@ -231,8 +243,8 @@ def test_long_unmasked_rows_of_depth_256_hold_queries_in_registers(q_len, kv_len
         chosen.append(HopperForwardTiles.of(problem).held_columns)
 
     chosen: list[int] = []
-    lengths = q_len, kv_len, kv_len
-    jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, length, 16, depth), jnp.bfloat16) for length in lengths))
+    shapes = (q_len, depths[0]), (kv_len, depths[0]), (kv_len, depths[1])
+    jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, length, 16, depth), jnp.bfloat16) for length, depth in shapes))
     assert chosen == [held, held]
 
 
