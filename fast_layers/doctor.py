@@ -43,6 +43,9 @@ _PACKAGES = (
     "nvidia-cuda-nvcc-cu12",
 )
 _SAFE_PTXAS = (13, 3)
+# Major versions for Linux, from JAX's installation guide (docs.jax.dev/en/latest/installation.html).
+_OLDEST_DRIVERS = {"jax-cuda13-plugin": (13, 580), "jax-cuda12-plugin": (12, 525)}
+_OLDER_CUDA = {13: ", or install jax[cuda12] instead of jax[cuda13]"}
 # First and first good version of the compiler that JAX refuses causal attention with: CUDA 12.8.0 to 12.9.0.
 _MISCOMPILES_CAUSAL = ((12, 8, 0), (12, 9, 86))
 _WIDTH = 110
@@ -262,8 +265,9 @@ def _versions(arch: Arch) -> dict[str, str]:
     if (found := _ptxas()) is not None:
         path, version = found
         versions |= {"ptxas": version, "ptxas path": path}
-    if (driver := _driver()) is not None:
-        versions["driver"] = driver
+    driver = _driver()
+    if driver is not None or arch.platform == "cuda":
+        versions["driver"] = driver or "unknown"
     return versions
 
 
@@ -319,6 +323,22 @@ def _driver() -> str | None:
 
 def warnings_of(versions: dict[str, str]) -> tuple[str, ...]:
     """What is known to go wrong with these versions."""
+    return (*_warnings_of_driver(versions), *_warnings_of_ptxas(versions))
+
+
+def _warnings_of_driver(versions: dict[str, str]) -> tuple[str, ...]:
+    text = versions.get("driver", "")
+    if not (major := text.partition(".")[0]).isdigit():
+        return ()
+    return tuple(
+        f"the NVIDIA driver {text} is older than {oldest}, the first that runs CUDA {cuda}, which {plugin} is made for; "
+        f"update the driver{_OLDER_CUDA.get(cuda, '')}"
+        for plugin, (cuda, oldest) in _OLDEST_DRIVERS.items()
+        if plugin in versions and int(major) < oldest
+    )
+
+
+def _warnings_of_ptxas(versions: dict[str, str]) -> tuple[str, ...]:
     if "ptxas" not in versions:
         return ()
     text = versions["ptxas"]

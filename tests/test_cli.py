@@ -17,7 +17,14 @@ from fast_layers import doctor
 from fast_layers.cli import main
 from fast_layers.dispatch import Backend
 from fast_layers.ops.attention import api, xla
-from fast_layers.testing import _parity_conv1d, _parity_gated_norm, _parity_mlp, _parity_ssd, parity
+from fast_layers.testing import (
+    _parity_conv1d,
+    _parity_gated_norm,
+    _parity_mlp,
+    _parity_selective_scan,
+    _parity_ssd,
+    parity,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,6 +35,7 @@ SMALL = {
 }
 SMALL_OF_THE_OTHERS = {
     "ssd": _parity_ssd.Case(batch=1, length=7, heads=2, head_dim=4, state_dim=3),
+    "selective_scan": _parity_selective_scan.Case(batch=1, length=7, channels=4, state_dim=3),
     "causal_conv1d": _parity_conv1d.Case(length=7, channels=8),
     "gated_rms_norm": _parity_gated_norm.Case(rows=(7,), features=16),
 }
@@ -78,7 +86,7 @@ def test_doctor_on_one_screen(capsys):
     assert all(line.endswith("; 2 programs") for line in begun)  # of xla; the others are for GPUs
     assert done == [f"{what} {op}" for what in ("compiled", "ran") for op in SUITES]
     lines = text.splitlines()
-    assert len(lines) <= 54
+    assert len(lines) <= 60
     assert max(map(len, lines)) <= 120
     assert lines[0].startswith("device    ")
     assert f"fast_layers {fast_layers.__version__}" in text
@@ -157,6 +165,25 @@ def test_exit_code_1_and_a_whole_screen_where_an_oracle_breaks_down(capsys, monk
     text = " ".join(capsys.readouterr().out.split())
     assert "FAILED small, bfloat16, forward: no oracle: RuntimeError: INTERNAL: Failed to launch ptxas" in text
     assert "xla 5 quantities, worst error" in text
+
+
+@pytest.mark.parametrize(
+    ("plugins", "driver", "words"),
+    [
+        ("13", "580.159.04", []),
+        ("13", "575.57.08", ["driver 575.57.08 is older than 580", "CUDA 13", "or install jax[cuda12]"]),
+        ("12", "575.57.08", []),
+        ("12", "470.82.01", ["driver 470.82.01 is older than 525", "CUDA 12", "update the driver"]),
+        ("13", "unknown", []),
+        ("13", None, []),
+        ("", "470.82.01", []),
+    ],
+)
+def test_drivers_that_are_too_old_are_flagged(plugins, driver, words):
+    versions = {f"jax-cuda{plugins}-plugin": "0.12.0"} if plugins else {}
+    warnings = doctor.warnings_of(versions | ({} if driver is None else {"driver": driver}))
+    assert len(warnings) == bool(words)
+    assert all(word in warnings[0] for word in words)
 
 
 @pytest.mark.parametrize(

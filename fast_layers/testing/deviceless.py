@@ -156,10 +156,12 @@ def compile_for(gpu: str, fn: Callable[..., Any] | str, *shapes: Any, **static: 
       static: keyword arguments that are no arrays; must be picklable.
 
     Returns:
-      What was compiled, or in `failure` why not. Call `.check()` to raise for that and for slow code.
+      What was compiled, or in `failure` why the function could not be traced or compiled, or not in time. Call
+      `.check()` to raise for that and for slow code.
 
     Raises:
       ValueError: for an unknown GPU, a function that cannot be imported elsewhere, or missing wheels.
+      CompileError: the process that compiles ended before it could report.
 
     Each call starts a process, which takes some seconds; `compile_all_for` shares one.
     """
@@ -169,7 +171,12 @@ def compile_for(gpu: str, fn: Callable[..., Any] | str, *shapes: Any, **static: 
 def compile_all_for(
     gpu: str, compilations: Sequence[Compilation], *, timeout: float = 300.0
 ) -> tuple[CompileReport, ...]:
-    """As `compile_for`, for many functions or settings, in one process. `timeout` in seconds is for each of them."""
+    """As `compile_for`, for many functions or settings, in one process. `timeout` in seconds is for each of them.
+
+    Raises:
+      ValueError: as `compile_for`, and for donated positions that `shapes` does not have.
+      CompileError: as `compile_for`.
+    """
     if gpu not in TARGETS:
         raise ValueError(f"gpu={gpu!r}: must be one of {', '.join(map(repr, TARGETS))}")
     if missing := missing_wheels():
@@ -228,6 +235,8 @@ def _pickled(job: Compilation) -> bytes:
     elif isinstance(fn, types.FunctionType) and fn.__module__ == "__main__":
         raise ValueError(f"{fn.__qualname__} is defined in the program that runs: move it into a module of its own")
     shapes = jax.tree.map(abstract, tuple(job.shapes))
+    if absent := [position for position in job.donated if position not in range(len(shapes))]:
+        raise ValueError(f"donated={job.donated!r}: {absent} are not among the {len(shapes)} positions of shapes")
     try:
         return pickle.dumps(Compilation(fn, shapes, static, job.donated))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -24,7 +24,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -40,6 +40,7 @@ from fast_layers.testing import (
     _parity_conv1d,
     _parity_gated_norm,
     _parity_mlp,
+    _parity_selective_scan,
     _parity_ssd,
 )
 from fast_layers.testing._parity_attention import CASES as CASES
@@ -51,7 +52,14 @@ from fast_layers.testing.closeness import Verdict, judge, stack
 
 SUITES: Mapping[str, Suite] = {
     module.SUITE.op: module.SUITE
-    for module in (_parity_attention, _parity_mlp, _parity_ssd, _parity_conv1d, _parity_gated_norm)
+    for module in (
+        _parity_attention,
+        _parity_mlp,
+        _parity_ssd,
+        _parity_selective_scan,
+        _parity_conv1d,
+        _parity_gated_norm,
+    )
 }
 
 
@@ -135,20 +143,20 @@ def _place(row: Row) -> str:
 
 def check_parity(
     op: str = _parity_attention.SUITE.op,
-    backends: Sequence[str | Backend] | None = None,
-    cases: Iterable[str] | Mapping[str, Any] | None = None,
+    backends: str | Sequence[str | Backend] | None = None,
+    cases: str | Iterable[str] | Mapping[str, Any] | None = None,
     dtypes: Sequence[Any] | None = None,
     run: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit,
 ) -> ParityTable:
     """Errors of values and gradients of each backend against the reference, on the device at hand.
 
     Args:
-      op: a name from `SUITES`: "dot_product_attention", "mlp" (which covers `linear`), "ssd", "causal_conv1d" or
-        "gated_rms_norm".
+      op: a name from `SUITES`: "dot_product_attention", "mlp" (which covers `linear`), "ssd", "selective_scan",
+        "causal_conv1d" or "gated_rms_norm".
       backends: names, or `fast_layers.dispatch.Backend`s that are not (yet) among the op's; None takes all of the op's
         but the reference.
       cases: names of the op's cases (`SUITES[op].cases`), or a mapping from names to cases of your own; None takes all.
-      dtypes: each case in each of them; None takes bfloat16, and for some cases float16 as well.
+      dtypes: floating ones, each case in each of them; None takes bfloat16, and for some cases float16 as well.
       run: makes a function that runs the pass it is given; `lambda fn: lambda *args: simulate(fn, *args).check()` runs
         it in the simulator.
 
@@ -159,7 +167,7 @@ def check_parity(
       wrong.
 
     Raises:
-      ValueError: an op, backend or case of an unknown name.
+      ValueError: an op, backend or case of an unknown name, a dtype that is not floating, or nothing to compare.
     """
     with compilers() as pool, automatic_axes.on_one_device():
         return Check(op, pool, backends, cases, dtypes, run).lower().table()
@@ -244,8 +252,8 @@ class Check:
         self,
         op: str,
         pool: Compilers,
-        backends: Sequence[str | Backend] | None = None,
-        cases: Iterable[str] | Mapping[str, Any] | None = None,
+        backends: str | Sequence[str | Backend] | None = None,
+        cases: str | Iterable[str] | Mapping[str, Any] | None = None,
         dtypes: Sequence[Any] | None = None,
         run: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit,
     ):
@@ -408,22 +416,23 @@ def _arch():
     return lowering_targets()[0]
 
 
-def _backends(suite: Suite, given: Sequence[str | Backend] | None) -> list[Backend]:
+def _backends(suite: Suite, given: str | Sequence[str | Backend] | None) -> list[Backend]:
     own = {backend.name: backend for backend in suite.backends()}
     if given is None:
         return [backend for name, backend in own.items() if name != "reference"]
+    given = _some("backends", [given] if isinstance(given, str) else given)
     unknown = [b for b in given if isinstance(b, str) and b not in own]
     if unknown:
         raise ValueError(f"backends {unknown} are unknown; those of {suite.op} are {', '.join(own)}")
     return [own[b] if isinstance(b, str) else b for b in given]
 
 
-def _cases(suite: Suite, given: Iterable[str] | Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _cases(suite: Suite, given: str | Iterable[str] | Mapping[str, Any] | None) -> Mapping[str, Any]:
     if given is None:
         return suite.cases
     if isinstance(given, Mapping):
-        return given
-    given = [given] if isinstance(given, str) else list(given)
+        return _some("cases", given)
+    given = _some("cases", [given] if isinstance(given, str) else list(given))
     unknown = [name for name in given if name not in suite.cases]
     if unknown:
         raise ValueError(f"cases {unknown} are unknown; there are {', '.join(suite.cases)}")
@@ -433,7 +442,25 @@ def _cases(suite: Suite, given: Iterable[str] | Mapping[str, Any] | None) -> Map
 def _dtypes(suite: Suite, case: str, given: Sequence[Any] | None) -> list[Any]:
     if given is None:
         given = (jnp.bfloat16, jnp.float16) if case in suite.also_float16 else (jnp.bfloat16,)
-    return [jnp.dtype(dtype) for dtype in given]
+    given = _some("dtypes", [given] if isinstance(given, str) else given)
+    return [_floating(dtype) for dtype in given]
+
+
+def _floating(given: Any) -> Any:
+    try:
+        dtype = jnp.dtype(given)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtypes has {given!r}: must be floating point dtypes, such as jnp.bfloat16")
+    return dtype
+
+
+def _some[Given](name: str, given: Given) -> Given:
+    """Not nothing, of which all is well."""
+    if isinstance(given, Sized) and not len(given):
+        raise ValueError(f"{name} is empty, so nothing would be compared; leave it out to take all")
+    return given
 
 
 def _measure(calls: _Calls, case: str, dtype: str, draws: list[Draw], expected: Begun | None) -> list[Row]:

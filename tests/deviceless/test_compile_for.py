@@ -137,6 +137,12 @@ def test_arguments_must_be_arrays():
         compile_for("h200", functions.doubled, 3)
 
 
+@pytest.mark.parametrize("donated", [(1,), (0, -1), ("x",)])
+def test_donated_positions_must_be_there(donated):
+    with pytest.raises(ValueError, match="are not among the 1 positions of shapes"):
+        compile_all_for("h200", [Compilation(functions.doubled, (bf16(8),), donated=donated)])
+
+
 def test_missing_or_foreign_wheels(monkeypatch):
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)

@@ -25,6 +25,7 @@ from fast_layers.testing import (
     _parity_conv1d,
     _parity_gated_norm,
     _parity_mlp,
+    _parity_selective_scan,
     _parity_ssd,
     check_parity,
     parity,
@@ -264,10 +265,17 @@ def test_default_backends_are_the_ops_own(monkeypatch):
         ({"op": "relu"}, "op='relu': parity is known for 'dot_product_attention', 'mlp'"),
         ({"backends": ["flash"]}, r"backends \['flash'\] are unknown; those of .* xla, reference"),
         ({"cases": ["causal d64", "causal"]}, r"cases \['causal'\] are unknown; there are full d64, "),
+        ({"backends": "flash"}, r"backends \['flash'\] are unknown"),
+        ({"cases": []}, "cases is empty, so nothing would be compared"),
+        ({"cases": {}}, "cases is empty"),
+        ({"backends": ()}, "backends is empty"),
+        ({"dtypes": []}, "dtypes is empty"),
+        ({"dtypes": ["brain"]}, "dtypes has 'brain'"),
+        ({"dtypes": [jnp.int32]}, "must be floating point"),
     ],
-    ids=["op", "backend", "case"],
+    ids=str,
 )
-def test_unknown_names(arguments, message):
+def test_unknown_names_and_nothing_to_compare(arguments, message):
     with pytest.raises(ValueError, match=message):
         check_parity(**arguments)
 
@@ -348,11 +356,14 @@ class TestMLP:
 
 
 class TestStateSpaceOps:
-    """The scan of Mamba-2 and the two ops around it."""
+    """The scans of Mamba-2 and Mamba-1, and the two ops around them."""
 
     cases: ClassVar = {
         "ssd": _parity_ssd.Case(
             *(1, 9, 4, 4, 2, 3), skip="head", gated=True, softplus=True, initial_state=True, documents=(5, 4), chunk=4
+        ),
+        "selective_scan": _parity_selective_scan.Case(
+            *(1, 9, 8, 2, 3), skip=True, gated=True, softplus=True, initial_state=True, documents=(5, 4), chunk=4
         ),
         "causal_conv1d": _parity_conv1d.Case(2, 9, 8, initial_state=True, final_state=True, documents=(5, 4)),
         "gated_rms_norm": _parity_gated_norm.Case((7,), 16, group_size=8, norm_before_gate=True),
@@ -360,14 +371,21 @@ class TestStateSpaceOps:
     quantities: ClassVar = {
         "ssd": {"out", "final_state", *(f"d{x}" for x in ("x", "dt", "A", "B", "C", "D", "z"))}
         | {"ddt_bias", "dinitial_state"},
+        "selective_scan": {"out", "final_state", *(f"d{x}" for x in ("x", "dt", "A", "B", "C", "D", "z"))}
+        | {"ddt_bias", "dinitial_state"},
         "causal_conv1d": {"y", "final_state", "dx", "dw", "db", "dinitial_state"},
         "gated_rms_norm": {"out", "dy", "dz", "dweight"},
     }
 
     @pytest.mark.parametrize(
         ("op", "value", "gradient"),
-        [("ssd", "final_state", "A"), ("causal_conv1d", "y", "w"), ("gated_rms_norm", "out", "z")],
-        ids=["ssd", "causal_conv1d", "gated_rms_norm"],
+        [
+            ("ssd", "final_state", "A"),
+            ("selective_scan", "final_state", "A"),
+            ("causal_conv1d", "y", "w"),
+            ("gated_rms_norm", "out", "z"),
+        ],
+        ids=list(cases),
     )
     def test_planted_faults_are_reported_where_they_are_and_xla_is_well(self, op, value, gradient):
         (own,) = (backend for backend in SUITES[op].backends() if backend.name == "xla")
@@ -396,9 +414,10 @@ class TestStateSpaceOps:
         for op in self.cases:
             suite = SUITES[op]
             assert set(suite.quick) | suite.also_float16 <= set(suite.cases)
-        ssd, conv, norm = (SUITES[op].cases.values() for op in self.cases)
+        ssd, mamba1, conv, norm = (SUITES[op].cases.values() for op in self.cases)
         for option in ("skip", "gated", "softplus", "initial_state", "documents", "chunk"):
             assert any(getattr(case, option) for case in ssd), option
+            assert any(getattr(case, option) for case in mamba1), option
         for option in ("activation", "bias", "initial_state", "final_state", "documents"):
             assert {bool(getattr(case, option)) for case in conv} == {False, True}, option
         assert {bool(case.norm_before_gate) for case in norm} == {False, True}

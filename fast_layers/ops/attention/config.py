@@ -7,6 +7,7 @@ import functools
 
 from fast_layers.arch import Arch
 from fast_layers.kernel_parts.dropout import KEYS_PER_BLOCK
+from fast_layers.ops.attention.kernel_operands import padded_depth
 from fast_layers.ops.attention.problem import Problem
 
 _SMALLEST_TILE = 64
@@ -102,10 +103,6 @@ _KEY_TILES_PER_SPLIT = 4
 """At least, where the keys are split."""
 _SPLITTING_COST = 4
 """Of writing the parts' results and putting them together, in the time that a block takes for a tile of keys."""
-
-
-def _padded(depth: int, multiple: int) -> int:
-    return -(-depth // multiple) * multiple
 
 
 def packs_heads(problem: Problem, rows: int = 64) -> bool:
@@ -283,7 +280,7 @@ class HopperForwardTiles:
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, and of a float32 one where keys are split; the last 2.5 KiB for barriers and row vectors."""
-        qk_dim, v_dim = (_padded(depth, _TMA_COLUMNS) for depth in (qk_dim, v_dim))
+        qk_dim, v_dim = (padded_depth(depth, _TMA_COLUMNS) for depth in (qk_dim, v_dim))
         out_bytes = 4 if self.splits > 1 else 0 if qk_dim == v_dim else 2
         keys = self.stages * self.kv_tile
         inputs = 2 * ((self.q_slots * self.q_tile + keys) * qk_dim + keys * v_dim)
@@ -291,7 +288,7 @@ class HopperForwardTiles:
 
     def packs_in_kernel(self, problem: Problem) -> bool:
         """Whether there is room for a slot through which queries come as they lie in memory."""
-        qk_dim = _padded(problem.qk_dim, _TMA_COLUMNS)
+        qk_dim = padded_depth(problem.qk_dim, _TMA_COLUMNS)
         if self.compute_wgs > 1 or self.q_slots > 1 or self.blocks:
             return False
         return self.smem_bytes(qk_dim, problem.v_dim) + 2 * self.q_tile * qk_dim <= HOPPER_SMEM_BYTES
@@ -452,7 +449,7 @@ class HopperBackwardTiles:
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, of dQ's and of row vectors in 32 bits; barriers take less than the last KiB."""
-        qk_dim, v_dim = _padded(qk_dim, self.depth_multiple), _padded(v_dim, self.value_multiple)
+        qk_dim, v_dim = padded_depth(qk_dim, self.depth_multiple), padded_depth(v_dim, self.value_multiple)
         inputs = 2 * (self.kv_tile + self.stages * self.q_tile) * (qk_dim + v_dim)
         next_keys = 2 * self.kv_tile * qk_dim if self.blocks and not self.d_query_apart else 0
         # dK and dV of a persistent grid leave by as much as dQ takes.
@@ -529,7 +526,7 @@ class HopperDeepBackwardTiles:
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, and of dQ's in 32 bits; row vectors take 2 KiB, barriers less than the last."""
-        qk_dim, v_dim = _padded(qk_dim, self.depth_multiple), _padded(v_dim, self.value_multiple)
+        qk_dim, v_dim = padded_depth(qk_dim, self.depth_multiple), padded_depth(v_dim, self.value_multiple)
         inputs = 2 * (self.kv_tile + 2 * self.q_tile) * (qk_dim + v_dim)
         weights_and_scores = 2 * 2 * self.q_tile * self.kv_tile
         return inputs + weights_and_scores + self.d_query_slots * 4 * self.q_tile * self.columns + (3 << 10)
@@ -564,6 +561,6 @@ class HopperDeepBackwardTiles:
     def of_depths(cls, qk_dim: int, v_dim: int) -> HopperDeepBackwardTiles:
         whole_panels = cls(d_query_slots=3, columns=64)
         # Measured on an H200, 2026-11-23: see bench/NOTES.md.
-        three = _padded(qk_dim, cls.depth_multiple) == 192
+        three = padded_depth(qk_dim, cls.depth_multiple) == 192
         fits = whole_panels.smem_bytes(qk_dim, v_dim) <= HOPPER_SMEM_BYTES
         return whole_panels if three and fits else cls()

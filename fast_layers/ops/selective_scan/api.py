@@ -76,8 +76,7 @@ def selective_scan(
     inputs = check.operands(
         *(x, dt, A, B, C, D, z, dt_bias, initial_state), rows=("batch", "length"), state_name="initial_state"
     )
-    batch, length, channels = inputs.x.shape
-    groups, state_dim = inputs.B.shape[2:]
+    batch, length, _ = inputs.x.shape
     ids = check_segment_ids(segment_ids, batch, length)
     inputs, aux = vary_alike((inputs, Aux(None if ids is None else documents(ids))))
     for name, operand in (*inputs._asdict().items(), ("segment_ids", aux.document)):
@@ -86,21 +85,7 @@ def selective_scan(
                 f"{name} is explicitly sharded over mesh axes {tuple(axes)}: call selective_scan inside "
                 "jax.shard_map, with batch and channels as each device has them; both are independent"
             )
-    problem = Problem(
-        batch=batch,
-        length=length,
-        channels=channels,
-        groups=groups,
-        state_dim=state_dim,
-        dtype=inputs.x.dtype,
-        chunk=check_chunk_size(chunk_size, DEFAULT_CHUNK, length),
-        skip=inputs.D is not None,
-        gated=inputs.z is not None,
-        dt_bias=inputs.dt_bias is not None,
-        dt_softplus=dt_softplus,
-        initial_state=inputs.initial_state is not None,
-        segments=aux.document is not None,
-    )
+    problem = Problem.of(inputs, aux, check_chunk_size(chunk_size, DEFAULT_CHUNK, length), dt_softplus)
     # A user's ban on implicit rank promotion is about the user's own arrays.
     with jax.numpy_rank_promotion("allow"):
         # No gradient rule of ours: JAX differentiates what the forward's backend does.

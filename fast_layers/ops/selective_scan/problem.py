@@ -30,6 +30,26 @@ class Problem:
     initial_state: bool = False
     segments: bool = False
 
+    @classmethod
+    def of(cls, inputs: Inputs, aux: Aux, chunk: int, dt_softplus: bool) -> Problem:
+        batch, length, channels = inputs.x.shape
+        groups, state_dim = inputs.B.shape[2:]
+        return cls(
+            batch=batch,
+            length=length,
+            channels=channels,
+            groups=groups,
+            state_dim=state_dim,
+            dtype=inputs.x.dtype,
+            chunk=chunk,
+            skip=inputs.D is not None,
+            gated=inputs.z is not None,
+            dt_bias=inputs.dt_bias is not None,
+            dt_softplus=dt_softplus,
+            initial_state=inputs.initial_state is not None,
+            segments=aux.document is not None,
+        )
+
     @property
     def accumulator_dtype(self) -> jnp.dtype:
         """State, dt, decays and sums: float32, or float64 for float64 inputs."""
