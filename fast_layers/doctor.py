@@ -331,8 +331,8 @@ def _warnings_of_driver(versions: dict[str, str]) -> tuple[str, ...]:
     if not (major := text.partition(".")[0]).isdigit():
         return ()
     return tuple(
-        f"the NVIDIA driver {text} is older than {oldest}, the first that runs CUDA {cuda}, which {plugin} is made for; "
-        f"update the driver{_OLDER_CUDA.get(cuda, '')}"
+        f"the NVIDIA driver {text} is older than {oldest}, the first that runs CUDA {cuda}, which {plugin} is made "
+        f"for; update the driver{_OLDER_CUDA.get(cuda, '')}"
         for plugin, (cuda, oldest) in _OLDEST_DRIVERS.items()
         if plugin in versions and int(major) < oldest
     )

@@ -1,8 +1,8 @@
 """The parity of `selective_scan`: a table of cases, the oracle and the yardstick.
 
-The oracle is the `reference` backend, token by token, in float64. The yardsticks are the same in the accumulator's dtype,
-and the scan as a sum over all pairs of tokens, state by state, which shares no chunk and no recurrence with the backends;
-both are differentiated by JAX.
+The oracle is the `reference` backend, token by token, in float64. The yardsticks are the same in the accumulator's
+dtype, and the scan as a sum over all pairs of tokens, state by state, which shares no chunk and no recurrence with the
+backends; both are differentiated by JAX.
 
 Axis letters: B batch, L tokens (`q` the reading, `s` the written one), D channels, N state size.
 """
