@@ -54,6 +54,8 @@ class Rope:
     Args:
       theta: base of the wavelengths, which go from 2 pi to nearly 2 pi theta positions.
       scaling: None, or `Llama3Scaling`.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
 
     theta: float = 10_000.0

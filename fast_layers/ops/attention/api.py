@@ -21,6 +21,7 @@ from fast_layers.ops.attention import masks as M
 from fast_layers.ops.attention import reference, sharding
 from fast_layers.ops.attention.backends import BACKENDS
 from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, Residuals
+from fast_layers.ops.operands import floating
 from fast_layers.ops.static_options import flag
 
 OP = "dot_product_attention"
@@ -258,15 +259,15 @@ def _prepare(
     precision=None,
 ) -> tuple[Inputs, Aux, _Options, tuple[int, ...]]:
     """Validate, flatten the batch dims and reduce all masks to one form."""
-    query, key, value = (_floating(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    query, key, value = (floating(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     batch = _check_qkv(query, key, value)
     q_len, heads, qk_dim = query.shape[-3:]
     kv_len = key.shape[-3]
     if bias is not None:
-        bias = M.logits_operand("bias", _floating("bias", bias), batch, q_len, kv_len)
+        bias = M.logits_operand("bias", floating("bias", bias), batch, q_len, kv_len)
         _check_heads("bias", bias, heads)
     if sinks is not None:
-        sinks = _floating("sinks", sinks)
+        sinks = floating("sinks", sinks)
         if sinks.shape != (heads,):
             raise ValueError(f"sinks must have shape (num_heads,) = ({heads},), got {sinks.shape}")
     given = _collect_masks(
@@ -344,16 +345,6 @@ def _bottom_right(q_offset: str, batch, q_len, kv_len, query_seq_lengths, key_va
     # The negative of int32's least number is itself.
     minus_queries = -queries if isinstance(queries, int) else -jnp.maximum(queries, -M.INT_MAX)
     return jnp.broadcast_to(M.add_offsets(keys, minus_queries), batch)
-
-
-def _floating(name: str, x: ArrayLike) -> Array:
-    array = M.to_array(name, x)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(
-            f"{name} has dtype {array.dtype}: must be floating point (float16, bfloat16, float32, float64); "
-            f"cast it, e.g. {name}.astype(jnp.bfloat16)"
-        )
-    return array
 
 
 def _check_qkv(query: Array, key: Array, value: Array) -> tuple[int, ...]:

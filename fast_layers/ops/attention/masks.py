@@ -29,6 +29,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Int
 
 from fast_layers.kernel_parts.kv_range import INT_MAX
+from fast_layers.ops.operands import to_array
 
 BOTTOM_RIGHT = "bottom_right"
 INT_MIN = -INT_MAX - 1
@@ -435,14 +436,6 @@ def logits_operand(name: str, array: Array, batch: Sequence[int], q_len, kv_len)
     if all(dim == 1 for dim in leading):
         return array.reshape((1, *shape[-3:]))
     return jnp.broadcast_to(array.reshape(shape), (*batch, *shape[-3:])).reshape((-1, *shape[-3:]))
-
-
-def to_array(name: str, values, wanted: str = "an array") -> Array:
-    try:
-        return jnp.asarray(values)
-    except (TypeError, ValueError, OverflowError) as error:
-        given = repr(values) if values is None or isinstance(values, (str, type)) else type(values).__name__
-        raise ValueError(f"{name} is {given}: must be {wanted}") from error
 
 
 def integers(name: str, values, way_out: str = "") -> Array:

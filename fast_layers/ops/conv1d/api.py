@@ -15,6 +15,7 @@ from fast_layers.ops.conv1d.activations import ACTIVATIONS
 from fast_layers.ops.conv1d.backends import BACKENDS
 from fast_layers.ops.conv1d.history import reach_of
 from fast_layers.ops.conv1d.problem import Aux, Inputs, Outputs, Problem
+from fast_layers.ops.operands import floating, to_array
 from fast_layers.ops.static_options import flag
 
 OP = "causal_conv1d"
@@ -66,10 +67,10 @@ def causal_conv1d(
     """
     flag("return_final_state", return_final_state)
     inputs = Inputs(
-        _floating("x", x),
-        _floating("w", w),
-        None if b is None else _floating("b", b),
-        None if initial_state is None else _floating("initial_state", initial_state),
+        floating("x", x),
+        floating("w", w),
+        None if b is None else floating("b", b),
+        None if initial_state is None else floating("initial_state", initial_state),
     )
     if inputs.x.ndim != 3:
         raise ValueError(f"x must be [batch, length, channels], got {inputs.x.shape}; reshape, or use jax.vmap")
@@ -109,11 +110,11 @@ def causal_conv1d_step(
     Raises:
       ValueError: shapes, dtypes or options that do not fit.
     """
-    x = _floating("x", x)
+    x = floating("x", x)
     if x.ndim != 2:
         raise ValueError(f"x must be [batch, channels], got {x.shape}; for several positions use causal_conv1d")
-    w, state = _floating("w", w), _floating("state", state)
-    b = None if b is None else _floating("b", b)
+    w, state = floating("w", w), floating("state", state)
+    b = None if b is None else floating("b", b)
     batch, channels = x.shape
     _check_state("state", state, batch, channels, _check_kernel(w, b, channels))
     y, new_state = causal_conv1d(x[:, None], w, b, activation=activation, initial_state=state, return_final_state=True)
@@ -162,16 +163,6 @@ def _convolve_bwd(plan: dispatch.Plan, residuals: tuple[Inputs, Aux], gradients:
 _convolve.defvjp(_convolve_fwd, _convolve_bwd)
 
 
-def _floating(name: str, x: ArrayLike) -> Array:
-    array = jnp.asarray(x)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(
-            f"{name} has dtype {array.dtype}: must be floating point (float16, bfloat16, float32, float64); "
-            f"cast it, e.g. {name}.astype(jnp.float32)"
-        )
-    return array
-
-
 def _check_kernel(w: Array, b: Array | None, channels: int) -> int:
     """The number of taps."""
     if w.ndim != 2 or w.shape[1] != channels or w.shape[0] == 0:
@@ -200,7 +191,7 @@ def _check_activation(activation: Any) -> str | None:
 
 def _check_segments(segment_ids: ArrayLike, x: Array) -> Array:
     """[B|1, L]."""
-    ids = jnp.asarray(segment_ids)
+    ids = to_array("segment_ids", segment_ids, "integers")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"segment_ids has dtype {ids.dtype}: must be an integer type; cast it")
     if ids.shape not in (x.shape[:2], x.shape[1:2]):

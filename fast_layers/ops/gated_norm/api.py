@@ -8,13 +8,13 @@ import numbers
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from fast_layers import dispatch
 from fast_layers.ops.gated_norm import reference, sharding
 from fast_layers.ops.gated_norm.backends import BACKENDS
 from fast_layers.ops.gated_norm.problem import Inputs, Problem
+from fast_layers.ops.operands import floating
 from fast_layers.ops.static_options import flag
 
 OP = "gated_rms_norm"
@@ -52,7 +52,7 @@ def gated_rms_norm(
 
     Source: `RMSNorm` of mamba_ssm (github.com/state-spaces/mamba), used in Dao and Gu, "Transformers are SSMs" (2024).
     """
-    inputs = Inputs(_floating("y", y), _floating("z", z), _floating("weight", weight))
+    inputs = Inputs(floating("y", y), floating("z", z), floating("weight", weight))
     problem = _problem(inputs, group_size, eps, norm_before_gate)
     return sharding.per_shard(functools.partial(_choose_and_run, implementation), problem, inputs)
 
@@ -82,16 +82,6 @@ def _normalise_bwd(plan: dispatch.Plan, inputs: Inputs, d_out: Array):
 
 
 _normalise.defvjp(_normalise_fwd, _normalise_bwd)
-
-
-def _floating(name: str, x: ArrayLike) -> Array:
-    array = jnp.asarray(x)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(
-            f"{name} has dtype {array.dtype}: must be floating point (float16, bfloat16, float32, float64); "
-            f"cast it, e.g. {name}.astype(jnp.float32)"
-        )
-    return array
 
 
 def _problem(inputs: Inputs, group_size: Any, eps: Any, norm_before_gate: bool) -> Problem:

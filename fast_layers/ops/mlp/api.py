@@ -17,6 +17,7 @@ from fast_layers.ops.mlp.activations import canonical_name
 from fast_layers.ops.mlp.backends import BACKENDS
 from fast_layers.ops.mlp.float8 import FORMATS, Float8
 from fast_layers.ops.mlp.problem import SAVES, Inputs, Problem, Residuals, Save
+from fast_layers.ops.operands import to_array
 
 OP = "mlp"
 RESIDUAL_NAMES = ("fast_layers_mlp_pre_activation", "fast_layers_mlp_pre_gate")
@@ -231,7 +232,7 @@ def _check(x: ArrayLike, *, names: dict[str, str] | None = None, **weights: Arra
 
 
 def _floating(name: str, x: ArrayLike) -> Array:
-    array = jnp.asarray(x)
+    array = to_array(name, x)
     if array.dtype.name not in _DTYPES:
         raise ValueError(
             f"{name} has dtype {array.dtype}: must be floating point ({', '.join(_DTYPES)}); cast it, e.g. "

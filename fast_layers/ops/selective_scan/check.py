@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from fast_layers.ops.operands import floating
 from fast_layers.ops.selective_scan.problem import Inputs
-from fast_layers.ops.ssd.check import floating
+from fast_layers.ops.ssd.check import OPTIONAL
 
 _NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")
 
@@ -13,7 +14,7 @@ _NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")
 def operands(x, dt, A, B, C, D, z, dt_bias, state, *, rows: tuple[str, ...], state_name: str) -> Inputs:
     """The operands as arrays, B and C with a dimension of groups; `rows` are x's dims before its channels."""
     named = zip((*_NAMES, state_name), (x, dt, A, B, C, D, z, dt_bias, state), strict=True)
-    arrays: list[Any] = [None if v is None else floating(name, v) for name, v in named]
+    arrays: list[Any] = [None if v is None and name in OPTIONAL else floating(name, v) for name, v in named]
     given = Inputs(*arrays)
     if given.x.ndim != len(rows) + 1:
         raise ValueError(f"x must be [{', '.join(rows)}, channels], got {given.x.shape}; the channels come last")

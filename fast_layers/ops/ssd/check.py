@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from fast_layers.ops.operands import floating, to_array
 from fast_layers.ops.ssd.problem import Inputs
 
 
@@ -35,7 +36,7 @@ def step(state, x, dt, A, B, C, D, z, dt_bias) -> Inputs:
 def segment_ids(ids: Any, batch: int, length: int) -> Int[Array, "B L"] | None:
     if ids is None:
         return None
-    ids = jnp.asarray(ids)
+    ids = to_array("segment_ids", ids, "integers")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"segment_ids must be integers, got {ids.dtype}")
     if ids.shape not in ((batch, length), (length,)):
@@ -65,21 +66,15 @@ def dt_limit(limit: Any) -> tuple[float, float]:
     return low, high
 
 
+OPTIONAL = ("D", "z", "dt_bias", "initial_state")
+
+
 def _arrays(x, dt, A, B, C, D, z, dt_bias, initial_state, state: str = "initial_state") -> Inputs:
     names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", state)
     operands = (x, dt, A, B, C, D, z, dt_bias, initial_state)
-    arrays: list[Any] = [None if v is None else floating(n, v) for n, v in zip(names, operands, strict=True)]
+    named = zip(names, operands, strict=True)
+    arrays: list[Any] = [None if v is None and n in OPTIONAL else floating(n, v) for n, v in named]
     return Inputs(*arrays)
-
-
-def floating(name: str, x: Any) -> Array:
-    array = jnp.asarray(x)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(
-            f"{name} has dtype {array.dtype}: must be floating point (float16, bfloat16, float32, float64); "
-            f"cast it, e.g. {name}.astype(jnp.bfloat16)"
-        )
-    return array
 
 
 def _check(given: Inputs, rows: tuple[str, ...], state: str = "initial_state") -> None:
