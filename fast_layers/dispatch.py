@@ -323,7 +323,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       taken, and every better one with its reason.
 
     Raises:
-      ValueError: what `fn` itself raises when it is called with such arguments.
+      ValueError: what an op refuses, as when `fn` is called with such arguments; what else `fn` raises comes through.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     # numpy's scalars are options, as Python's are.

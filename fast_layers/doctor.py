@@ -43,9 +43,9 @@ _PACKAGES = (
     "nvidia-cuda-nvcc-cu12",
 )
 _SAFE_PTXAS = (13, 3)
-# Major versions for Linux, from JAX's installation guide (docs.jax.dev/en/latest/installation.html).
+# Major versions, by docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html.
 _OLDEST_DRIVERS = {"jax-cuda13-plugin": (13, 580), "jax-cuda12-plugin": (12, 525)}
-_OLDER_CUDA = {13: ", or install jax[cuda12] instead of jax[cuda13]"}
+_OLDER_CUDA = {13: ", install jax[cuda12] instead of jax[cuda13]"}
 # First and first good version of the compiler that JAX refuses causal attention with: CUDA 12.8.0 to 12.9.0.
 _MISCOMPILES_CAUSAL = ((12, 8, 0), (12, 9, 86))
 _WIDTH = 110
@@ -332,7 +332,7 @@ def _warnings_of_driver(versions: dict[str, str]) -> tuple[str, ...]:
         return ()
     return tuple(
         f"the NVIDIA driver {text} is older than {oldest}, the first that runs CUDA {cuda}, which {plugin} is made "
-        f"for; update the driver{_OLDER_CUDA.get(cuda, '')}"
+        f"for; update the driver{_OLDER_CUDA.get(cuda, '')}, or install NVIDIA's forward compatibility package"
         for plugin, (cuda, oldest) in _OLDEST_DRIVERS.items()
         if plugin in versions and int(major) < oldest
     )

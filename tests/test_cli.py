@@ -171,7 +171,7 @@ def test_exit_code_1_and_a_whole_screen_where_an_oracle_breaks_down(capsys, monk
     ("plugins", "driver", "words"),
     [
         ("13", "580.159.04", []),
-        ("13", "575.57.08", ["driver 575.57.08 is older than 580", "CUDA 13", "or install jax[cuda12]"]),
+        ("13", "575.57.08", ["driver 575.57.08 is older than 580", "CUDA 13", "install jax[cuda12]"]),
         ("12", "575.57.08", []),
         ("12", "470.82.01", ["driver 470.82.01 is older than 525", "CUDA 12", "update the driver"]),
         ("13", "unknown", []),

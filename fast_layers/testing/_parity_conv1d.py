@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 
 from fast_layers.ops.conv1d import api, reference, xla
 from fast_layers.ops.conv1d.problem import Aux, Inputs, Outputs, Problem
-from fast_layers.testing._parity_suite import Answer, Expected, Suite, compiled_soon, draws_for, on_device
+from fast_layers.testing._parity_suite import Expected, Suite, answers_by, draws_for, on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,24 +135,10 @@ def _expected(draws: list[_Draw]) -> Expected:
     case, problem = draws[0].case, draws[0].problem
     wide_problem = dataclasses.replace(problem, dtype=jnp.dtype(jnp.float64))
 
-    def answer_by(forward: Callable[[Inputs, Aux], Outputs], dtype: Any):
-        @compiled_soon
-        def call(inputs, aux, d_outputs):
-            inputs, d_outputs = jax.tree.map(lambda x: x.astype(dtype), (inputs, d_outputs))
-            returned, pull = jax.vjp(lambda inputs: forward(inputs, aux), inputs)
-            return returned, pull(d_outputs)[0]
-
-        def answer(draw: _Draw) -> Answer:
-            returned, grads = jax.device_get(call(draw.inputs, draw.aux, draw.d_outputs))
-            return Answer(draw.outputs(returned), draw.gradients(grads))
-
-        return answer
-
-    by_formula = answer_by(functools.partial(reference.forward, wide_problem), jnp.float64)
-    by_document = answer_by(lambda inputs, aux: _plain(case, inputs), problem.dtype)
+    answers = functools.partial(answers_by, draws=draws, cotangents_of=lambda draw: draw.d_outputs)
     with jax.enable_x64(True):
-        oracle = [by_formula(draw) for draw in draws]
-    return Expected(oracle, ([by_document(draw) for draw in draws],))
+        oracle = answers(functools.partial(reference.forward, wide_problem), dtype=jnp.float64)
+    return Expected(oracle, (answers(lambda inputs, aux: _plain(case, inputs), dtype=problem.dtype),))
 
 
 def _plain(case: Case, inputs: Inputs) -> Outputs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax import lax
 
 from fast_layers.ops.gated_norm import api, reference, xla
 from fast_layers.ops.gated_norm.problem import Inputs, Problem
-from fast_layers.testing._parity_suite import Answer, Expected, Suite, compiled_soon, draws_for, on_device
+from fast_layers.testing._parity_suite import Expected, Suite, answers_by, draws_for, on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,24 +92,10 @@ def _expected(draws: list[_Draw]) -> Expected:
     problem = draws[0].problem
     wide_problem = dataclasses.replace(problem, dtype=jnp.dtype(jnp.float64))
 
-    def answer_by(forward: Callable[[Inputs], jax.Array], dtype: Any):
-        @compiled_soon
-        def call(inputs, d_out):
-            inputs, d_out = jax.tree.map(lambda x: x.astype(dtype), (inputs, d_out))
-            returned, pull = jax.vjp(forward, inputs)
-            return returned, pull(d_out)[0]
-
-        def answer(draw: _Draw) -> Answer:
-            returned, grads = jax.device_get(call(draw.inputs, draw.d_out))
-            return Answer(draw.outputs(returned), draw.gradients(grads))
-
-        return answer
-
-    by_formula = answer_by(functools.partial(reference.forward, wide_problem), jnp.float64)
-    by_model = answer_by(functools.partial(_plain, problem), problem.dtype)
+    answers = functools.partial(answers_by, draws=draws, cotangents_of=lambda draw: draw.d_out)
     with jax.enable_x64(True):
-        oracle = [by_formula(draw) for draw in draws]
-    return Expected(oracle, ([by_model(draw) for draw in draws],))
+        oracle = answers(functools.partial(reference.forward, wide_problem), dtype=jnp.float64)
+    return Expected(oracle, (answers(functools.partial(_plain, problem), dtype=problem.dtype),))
 
 
 def _plain(p: Problem, inputs: Inputs) -> jax.Array:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,10 +22,8 @@ from jax import lax
 from fast_layers.ops.selective_scan import api, recurrence
 from fast_layers.ops.selective_scan.problem import Aux, Inputs, Problem, Residuals, Scanned
 from fast_layers.ops.ssd.check import chunk_size
-from fast_layers.testing._parity_suite import Answer, Expected, Suite, compiled_soon, draws_for, on_device
-
-# D and dt_bias have one gradient for each channel: few numbers, however long the rows.
-_FEWEST_DRAWS = 6
+from fast_layers.testing._parity_ssd import FEWEST_DRAWS, ScanDraw, document_numbers, draw_steps
+from fast_layers.testing._parity_suite import Expected, Suite, answers_by, draws_for, on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Case:
 
     @property
     def draws(self) -> int:
-        return max(_FEWEST_DRAWS, draws_for(self.batch * self.length * self.channels))
+        return max(FEWEST_DRAWS, draws_for(self.batch * self.length * self.channels))
 
 
 CASES: Mapping[str, Case] = {
@@ -74,30 +71,9 @@ QUICK = ("as in Mamba", "documents")
 _ALSO_FLOAT16 = frozenset({"as in Mamba", "everything"})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Draw:
-    problem: Problem
-    inputs: Inputs
-    aux: Aux
-    d_out: jax.Array
-    d_final_state: jax.Array
-
-    @property
-    def operands(self) -> tuple[Inputs, Aux]:
-        return self.inputs, self.aux
-
-    @property
-    def cotangents(self) -> tuple[jax.Array, jax.Array]:
-        return self.d_out, self.d_final_state
-
+class _Draw(ScanDraw):
     def residuals(self, returned: Scanned) -> Residuals:
         return Residuals(self.inputs, self.aux)
-
-    def outputs(self, returned: Scanned) -> dict[str, Any]:
-        return dict(zip(("out", "final_state"), returned, strict=True))
-
-    def gradients(self, returned: Inputs) -> dict[str, Any]:
-        return {f"d{name}": x for name, x in returned._asdict().items() if x is not None}
 
     @classmethod
     def of(cls, case: Case, dtype: Any, index: int) -> _Draw:
@@ -110,10 +86,7 @@ class _Draw:
         # What concerns decay is in float32 also beside 16-bit activations, as in Mamba.
         wide = functools.partial(on_device, dtype=jnp.float32)
         rows, state = (c.batch, c.length, c.channels), (c.batch, c.channels, c.state_dim)
-        dt = np.exp(rng.uniform(math.log(1e-3), math.log(0.1), rows))
-        bias = np.log(np.expm1(dt[0, 0]))
-        if c.softplus:
-            dt = np.log(np.expm1(dt)) - bias
+        dt, bias = draw_steps(rng, rows, c.softplus)
         inputs = Inputs(
             x=normal(*rows),
             dt=wide(dt),
@@ -125,10 +98,7 @@ class _Draw:
             dt_bias=wide(bias) if c.softplus else None,
             initial_state=normal(*state, dtype=jnp.float32) if c.initial_state else None,
         )
-        aux = Aux()
-        if c.documents is not None:
-            ids = np.repeat(np.arange(len(c.documents)), c.documents)
-            aux = Aux(on_device(np.broadcast_to(ids, (c.batch, c.length)), np.int32))
+        aux = Aux(document_numbers(c.documents, rows[:2]))
         problem = _problem(inputs, aux, c)
         return cls(problem, inputs, aux, normal(*rows), normal(*state, dtype=jnp.float32))
 
@@ -141,25 +111,11 @@ def _expected(draws: list[_Draw]) -> Expected:
     problem = draws[0].problem
     wide_problem = dataclasses.replace(problem, dtype=jnp.dtype(jnp.float64))
 
-    def answer_by(forward: Callable[[Inputs, Aux], Scanned], dtype: Any = None):
-        @compiled_soon
-        def call(inputs, aux, cotangents):
-            inputs, cotangents = jax.tree.map(lambda x: x.astype(dtype or x.dtype), (inputs, cotangents))
-            returned, pull = jax.vjp(lambda inputs: forward(inputs, aux), inputs)
-            return returned, pull(cotangents)[0]
-
-        def answer(draw: _Draw) -> Answer:
-            returned, grads = jax.device_get(call(draw.inputs, draw.aux, Scanned(*draw.cotangents)))
-            return Answer(draw.outputs(returned), draw.gradients(grads))
-
-        return answer
-
-    by_recurrence = answer_by(functools.partial(recurrence.reference, wide_problem), jnp.float64)
-    by_token = answer_by(functools.partial(recurrence.reference, problem))
-    by_pairs = answer_by(functools.partial(_plain, problem))
+    answers = functools.partial(answers_by, draws=draws, cotangents_of=lambda draw: draw.cotangents)
     with jax.enable_x64(True):
-        oracle = [by_recurrence(draw) for draw in draws]
-    return Expected(oracle, ([by_token(draw) for draw in draws], [by_pairs(draw) for draw in draws]))
+        oracle = answers(functools.partial(recurrence.reference, wide_problem), dtype=jnp.float64)
+    by_token, by_pairs = (answers(functools.partial(forward, problem)) for forward in (recurrence.reference, _plain))
+    return Expected(oracle, (by_token, by_pairs))
 
 
 def _plain(p: Problem, inputs: Inputs, aux: Aux) -> Scanned:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -23,10 +23,10 @@ from jax import lax
 
 from fast_layers.ops.ssd import api, check, reference, xla
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, Scanned
-from fast_layers.testing._parity_suite import Answer, Expected, Suite, compiled_soon, draws_for, on_device
+from fast_layers.testing._parity_suite import Expected, Suite, answers_by, draws_for, on_device
 
 # A and D have one gradient for each head: few numbers, however long the rows.
-_FEWEST_DRAWS = 6
+FEWEST_DRAWS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def draws(self) -> int:
-        return max(_FEWEST_DRAWS, draws_for(self.batch * self.length * self.heads * self.head_dim))
+        return max(FEWEST_DRAWS, draws_for(self.batch * self.length * self.heads * self.head_dim))
 
 
 CASES: Mapping[str, Case] = {
@@ -96,29 +96,46 @@ _ALSO_FLOAT16 = frozenset({"heads of 64, state of 128", "everything"})
 
 
 @dataclasses.dataclass(frozen=True)
-class _Draw:
-    problem: Problem
-    inputs: Inputs
-    aux: Aux
+class ScanDraw:
+    """One call of either scan; `Residuals` of both are the operands."""
+
+    problem: Any
+    inputs: Any
+    aux: Any
     d_out: jax.Array
     d_final_state: jax.Array
 
     @property
-    def operands(self) -> tuple[Inputs, Aux]:
+    def operands(self) -> tuple[Any, Any]:
         return self.inputs, self.aux
 
     @property
     def cotangents(self) -> tuple[jax.Array, jax.Array]:
         return self.d_out, self.d_final_state
 
-    def residuals(self, returned: Scanned) -> Residuals:
-        return Residuals(self.inputs, self.aux)
-
-    def outputs(self, returned: Scanned) -> dict[str, Any]:
+    def outputs(self, returned: Any) -> dict[str, Any]:
         return dict(zip(("out", "final_state"), returned, strict=True))
 
-    def gradients(self, returned: Inputs) -> dict[str, Any]:
+    def gradients(self, returned: Any) -> dict[str, Any]:
         return {f"d{name}": x for name, x in returned._asdict().items() if x is not None}
+
+
+def draw_steps(rng: np.random.Generator, rows: tuple[int, ...], softplus: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(dt, dt_bias): steps of 1e-3 to 0.1, or what softplus makes such of together with the bias."""
+    dt = np.exp(rng.uniform(math.log(1e-3), math.log(0.1), rows))
+    bias = np.log(np.expm1(dt[0, 0]))
+    return (np.log(np.expm1(dt)) - bias if softplus else dt), bias
+
+
+def document_numbers(lengths: tuple[int, ...] | None, rows: tuple[int, int]) -> jax.Array | None:
+    if lengths is None:
+        return None
+    return on_device(np.broadcast_to(np.repeat(np.arange(len(lengths)), lengths), rows), np.int32)
+
+
+class _Draw(ScanDraw):
+    def residuals(self, returned: Scanned) -> Residuals:
+        return Residuals(self.inputs, self.aux)
 
     @classmethod
     def of(cls, case: Case, dtype: Any, index: int) -> _Draw:
@@ -131,10 +148,7 @@ class _Draw:
         # What concerns decay is in float32 also beside 16-bit activations, as in Mamba-2.
         wide = functools.partial(on_device, dtype=jnp.float32)
         rows, state = (c.batch, c.length, c.heads), (c.batch, c.heads, c.head_dim, c.state_dim)
-        dt = np.exp(rng.uniform(math.log(1e-3), math.log(0.1), rows))
-        bias = np.log(np.expm1(dt[0, 0]))
-        if c.softplus:
-            dt = np.log(np.expm1(dt)) - bias
+        dt, bias = draw_steps(rng, rows, c.softplus)
         rates = rng.uniform(*((1e-6, 1e-4) if c.forgetting == "slow" else (1, 16)), c.heads)
         if c.forgetting == "at once":
             dt = np.where(rng.random(rows) < 0.1, 50.0, dt)
@@ -149,10 +163,7 @@ class _Draw:
             dt_bias=wide(bias) if c.softplus else None,
             initial_state=normal(*state, dtype=jnp.float32) if c.initial_state else None,
         )
-        aux = Aux()
-        if c.documents is not None:
-            ids = np.repeat(np.arange(len(c.documents)), c.documents)
-            aux = Aux(on_device(np.broadcast_to(ids, (c.batch, c.length)), np.int32))
+        aux = Aux(document_numbers(c.documents, rows[:2]))
         d_final_state = normal(*state, dtype=jnp.float32)
         return cls(_problem(inputs, aux, c), inputs, aux, normal(*rows, c.head_dim), d_final_state)
 
@@ -166,24 +177,10 @@ def _expected(draws: list[_Draw]) -> Expected:
     problem = draws[0].problem
     wide_problem = dataclasses.replace(problem, dtype=jnp.dtype(jnp.float64))
 
-    def answer_by(forward: Callable[[Inputs, Aux], Scanned], dtype: Any = None):
-        @compiled_soon
-        def call(inputs, aux, cotangents):
-            inputs, cotangents = jax.tree.map(lambda x: x.astype(dtype or x.dtype), (inputs, cotangents))
-            returned, pull = jax.vjp(lambda inputs: forward(inputs, aux), inputs)
-            return returned, pull(cotangents)[0]
-
-        def answer(draw: _Draw) -> Answer:
-            returned, grads = jax.device_get(call(draw.inputs, draw.aux, Scanned(*draw.cotangents)))
-            return Answer(draw.outputs(returned), draw.gradients(grads))
-
-        return answer
-
-    by_recurrence = answer_by(functools.partial(reference.forward, wide_problem), jnp.float64)
-    by_matmul = answer_by(functools.partial(_plain, problem))
+    answers = functools.partial(answers_by, draws=draws, cotangents_of=lambda draw: draw.cotangents)
     with jax.enable_x64(True):
-        oracle = [by_recurrence(draw) for draw in draws]
-    return Expected(oracle, ([by_matmul(draw) for draw in draws],))
+        oracle = answers(functools.partial(reference.forward, wide_problem), dtype=jnp.float64)
+    return Expected(oracle, (answers(functools.partial(_plain, problem)),))
 
 
 def _plain(p: Problem, inputs: Inputs, aux: Aux) -> Scanned:

@@ -106,3 +106,26 @@ class Suite:
     expect: Callable[[list[Any]], Expected]
     plain_forward: Callable[..., Any]
     """Of a backend that takes everything: its residuals are for the backward of one that refuses the forward."""
+
+
+def answers_by(
+    forward: Callable[..., Any], draws: Sequence[Any], cotangents_of: Callable[[Any], Any], dtype: Any = None
+) -> list[Answer]:
+    """Of `forward(*draw.operands)`, differentiated by JAX in the first operand.
+
+    That operand and the cotangents are taken in `dtype`, None for their own. `cotangents_of(draw)` has the arrays of
+    what is returned, in its order.
+    """
+
+    @compiled_soon
+    def call(operands, cotangents):
+        inputs, *fixed = operands
+        inputs, cotangents = jax.tree.map(lambda x: x.astype(dtype or x.dtype), (inputs, cotangents))
+        returned, pull = jax.vjp(lambda inputs: forward(inputs, *fixed), inputs)
+        return returned, pull(jax.tree.unflatten(jax.tree.structure(returned), jax.tree.leaves(cotangents)))[0]
+
+    def answer(draw: Any) -> Answer:
+        returned, grads = jax.device_get(call(draw.operands, cotangents_of(draw)))
+        return Answer(draw.outputs(returned), draw.gradients(grads))
+
+    return [answer(draw) for draw in draws]

@@ -456,9 +456,9 @@ def _floating(given: Any) -> Any:
     return dtype
 
 
-def _some[Given](name: str, given: Given) -> Given:
+def _some[Given: Sized](name: str, given: Given) -> Given:
     """Not nothing, of which all is well."""
-    if isinstance(given, Sized) and not len(given):
+    if not len(given):
         raise ValueError(f"{name} is empty, so nothing would be compared; leave it out to take all")
     return given
 

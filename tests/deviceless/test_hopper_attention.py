@@ -114,6 +114,7 @@ BATCHES = {
         "d64 softcap": Call(qk_dim=64, options=CAUSAL | SOFTCAP),
         "d128 window, softcap": Call(options=WINDOW | SOFTCAP),
         "d256/128 causal": Call(qk_dim=256, v_dim=128, options=CAUSAL),
+        "d256/128 causal, short": Call(1024, qk_dim=256, v_dim=128, batch=8, options=CAUSAL),
         "d192/128 full": Call(qk_dim=192, v_dim=128),
         "d192 full": Call(qk_dim=192),
         "d256 full, odd length": Call(2047, qk_dim=256),

@@ -94,7 +94,7 @@ _SWIZZLED_COLUMNS = 64
 _HELD_COLUMNS = (64, 128)
 """Of a forward's queries: panels of so many columns are multiplied by themselves."""
 _MEASURED_HELD_COLUMNS = {(256, 256): (64, 0), (256, 128): (128, 128), (192, 192): (128, 0), (192, 128): (128, 128)}
-"""Without a mask and under a causal one, by the depths of queries and values: bench/NOTES.md."""
+"""Without a mask; under a causal one with `last_keys_first`. By the depths of queries and values: bench/NOTES.md."""
 _FEWEST_TILES_HELD = 16
 """Of keys, and of queries, without a mask, twice as many under a causal one, from which on a block for each tile of
 keys, with half of it in registers, is faster than persistent blocks, which have no such registers left."""
@@ -222,7 +222,7 @@ class HopperForwardTiles:
     with `own_spans` a warpgroup passes over those tiles of keys within its block's that none of its own rows sees, of a
     mask that is known before the call; `cluster` blocks load keys and values together, where all queries see the same;
     with `last_keys_first` tiles of keys come from the last on, and no other needs a mask, where `one_ragged_tile`;
-    `held_columns` of the queries stay in registers, where no score is hidden or under a causal mask alone.
+    `held_columns` of the queries stay in registers, where no step but the first of `last_keys_first` hides scores.
     """
 
     compute_wgs: int
@@ -333,13 +333,13 @@ class HopperForwardTiles:
         alike = sees_all(p) and -(-p.q_len // self.q_tile) % 2 == 0
         known = p.mask.band is not None and not arrays
         alone = self.cluster == 2 and not alike
-        windowed = p.mask.band is not None and p.mask.band.low is not None
-        whole = known_before_the_call(p) and not windowed and p.kv_len % self.kv_tile == 0
+        last_keys_first = self.last_keys_first and self.one_ragged_tile(p)
+        whole = (sees_all(p) or last_keys_first) and p.kv_len % self.kv_tile == 0
         held = whole and p.softcap is None and self.held_columns < p.qk_dim and p.qk_dim % _SWIZZLED_COLUMNS == 0
         return dataclasses.replace(
             self,
             own_spans=self.own_spans and known,
-            last_keys_first=self.last_keys_first and self.one_ragged_tile(p),
+            last_keys_first=last_keys_first,
             held_columns=self.held_columns if held else 0,
             cluster=1 if alone else self.cluster,
             takes_turns=self.takes_turns or alone,

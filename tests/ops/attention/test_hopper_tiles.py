@@ -225,7 +225,17 @@ def test_deep_causal_tiles_of_64_keys_have_spans_of_their_own(depths, kv_tile):
         (2048, 2048, (128, 128), {}, 0),
         (2048, 2048, (192, 128), {}, 128),
         (2048, 2048, (192, 128), CAUSAL, 128),
-        (1000, 1000, (192, 128), CAUSAL, 0),
+        (1024, 1024, (192, 128), {}, 128),
+        (
+            1024,
+            1024,
+            (192, 128),
+            CAUSAL,
+            0,
+        ),  # each step asks whether scores are hidden
+        (2048, 2048, (192, 128), CAUSAL | {"q_offset": 100}, 0),
+        (2048, 2048, (256, 128), CAUSAL | {"q_offset": 100}, 0),
+        (2048, 2048, (256, 128), CAUSAL | {"q_offset": 128}, 128),
         (2048, 2048, (192, 128), CAUSAL | {"local_window_size": (512, 0)}, 0),
         (2048, 2048, (192, 128), CAUSAL | {"segment_ids": np.zeros((8, 2048), np.int32)}, 0),
         (2048, 2048, (192, 128), CAUSAL | {"softcap": 30.0}, 0),
