@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from fast_layers.kernel_parts.nearest_integers import nearest_integers
-from fast_layers.kernel_parts.smem_tile import swizzled_columns
+from fast_layers.kernel_parts.smem_tile import each_chunk
 from fast_layers.ops.attention.kernel_operands import RowMask, pad_axis, round_up
 from fast_layers.ops.attention.masks import MaskForm
 from fast_layers.ops.attention.problem import Problem
@@ -116,12 +116,10 @@ def as_summed(d_query: Float[Array, "t c"], units: Float[Array, " t"] | None) ->
 
 
 def make_finite(tile: Any) -> None:
-    """Zeros in place of NaN and inf, one column of swizzled tiles at a time, to spare registers and code."""
-    columns = swizzled_columns(tile.shape[1], tile.dtype)
+    """Zeros in place of NaN and inf, chunk by chunk, to spare registers and code."""
 
-    def mend(i, _):
-        part = tile.at[:, pl.ds(i * columns, columns)]
-        x = plgpu.load(part, layout=WGMMA, optimized=False)
-        part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros_like(x))
+    def mend(layout, chunk):
+        x = plgpu.load(chunk, layout=layout)
+        chunk[...] = jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros_like(x))
 
-    lax.fori_loop(0, tile.shape[1] // columns, mend, None)
+    each_chunk(tile, mend)

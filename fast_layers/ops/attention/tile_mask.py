@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
-from fast_layers.kernel_parts.smem_tile import swizzled_columns
+from fast_layers.kernel_parts.smem_tile import each_chunk, swizzled_columns
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 
@@ -270,10 +270,26 @@ def has_broken_rows(value: Any) -> Any:
 
 
 def mend_broken_rows(key: Any, value: Any) -> None:
-    """Where a value has a NaN or inf: that value 0, and its key NaN.
+    """Where a value has a NaN or inf: there 0, and in its key NaN.
 
     Whoever sees such a key then gets a score of NaN. Who does not would else get 0 * NaN from the hidden value.
     """
+    if swizzled_columns(key.shape[1], key.dtype) != swizzled_columns(value.shape[1], value.dtype):
+        _mend_by_rows(key, value)
+        return
+
+    def mend(layout, value, key):
+        # Number by number: one NaN in a key is enough.
+        x = plgpu.load(value, layout=layout)
+        finite = jnp.abs(x) < jnp.inf
+        value[...] = jnp.where(finite, x, jnp.zeros_like(x))
+        key[...] = jnp.where(finite, plgpu.load(key, layout=layout), jnp.full_like(x, jnp.nan))
+
+    each_chunk(value, mend, key)
+
+
+def _mend_by_rows(key: Any, value: Any) -> None:
+    """`mend_broken_rows` where the two are swizzled in different ways."""
 
     def mend(block, _):
         broken = _nothing_or_nan(value, block).astype(jnp.float32).sum(axis=1) != 0
