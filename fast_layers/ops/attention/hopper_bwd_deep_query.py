@@ -41,9 +41,6 @@ from fast_layers.ops.attention.hopper_d_query_parts import (
 )
 from fast_layers.ops.attention.hopper_grad_parts import make_finite
 
-COLUMNS = 64
-"""Of a swizzled tile."""
-
 
 def d_query(
     left: LeftScores,
@@ -60,6 +57,7 @@ def d_query(
     pieces = heads * q_tiles
     blocks = min(pieces, HOPPER_SMS // cluster)
     causal = not sees_all(p)
+    own_keys = ROWS // WARPGROUPS  # of a tile, that each warpgroup mends
     arrays, tree = jax.tree.flatten((d_scores, key, turn))
 
     def attention_backward_query(*refs, **scratch):
@@ -180,11 +178,7 @@ def d_query(
 
             def mend(slot):
                 # 0 times NaN is NaN; who sees a broken key has NaN in its dS.
-                middle = -(-depth // (WARPGROUPS * COLUMNS)) * COLUMNS
-                for mine, columns in enumerate((slice(0, middle), slice(middle, depth))):
-                    if columns.start < columns.stop:
-                        part = s.key_slots.at[slot, :, columns]
-                        pl.when(warpgroup == mine)(functools.partial(make_finite, part))
+                make_finite(s.key_slots.at[slot, pl.ds(warpgroup * own_keys, own_keys)])
                 exchange_mended_keys(s)
 
             each_tile(multiply, jnp.int32(0))

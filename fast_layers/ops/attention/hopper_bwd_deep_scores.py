@@ -165,13 +165,16 @@ def leave(
             plgpu.barrier_wait(s.q_ready.at[lax.rem(step, ring)])
             add_transposed(acc, s.k_slot, in_registers, s.q_slots.at[lax.rem(step, ring)], step)
 
-        def weights_of(scores, step):
+        def weights_of(scores, step, first=False):
             head, q_index = block.place(step)
             scores = scores + by_query(plgpu.load(row_slot(s, _LSE, step), layout=BY_QUERY))
             if hides:
                 at = {"example": block.example, "head": head, "q_start": q_index * ROWS, "k_start": block.k_start}
                 hidden = functools.partial(mask.hide, rows=None, q_axis=1, **at)
-                scores = lax.cond(q_index == block.kv_index, hidden, lambda x: x, scores)
+                if first:
+                    scores = hidden(scores)
+                elif p.group > 1:  # the first of another head
+                    scores = lax.cond(q_index == block.kv_index, hidden, lambda x: x, scores)
             return jnp.exp2(scores * (p.scale * LOG2_E)).astype(p.dtype)
 
         def hand_over(weights, step):
@@ -183,7 +186,7 @@ def leave(
         def over_queries(d_value):
             def first_weights(acc):
                 score_product(acc, jnp.int32(0))
-                return weights_of(plgpu.wgmma_accumulator_load(acc, wait_n=0), jnp.int32(0))
+                return weights_of(plgpu.wgmma_accumulator_load(acc, wait_n=0), jnp.int32(0), first=True)
 
             def add_product(i):
                 slot = lax.rem(i, ring)
