@@ -34,7 +34,7 @@ def smem_tile(*shape: int, dtype: Any, columns: int | None = None) -> Any:
 
 
 def each_chunk(tile: Any, role: Callable[..., None], *beside: Any) -> None:
-    """`role(layout, chunk, *chunks of the tiles beside it)` for all chunks of a tile: little code, which takes its time.
+    """`role(layout, chunk, *chunks of the tiles beside it)` for all chunks of a tile: little code, but slow.
 
     A chunk is 32 rows of one swizzled tile, of which a thread has 16 bytes in each of a few rows. The tiles beside have
     as many rows, and swizzled tiles as wide; where they have fewer of these, they take turns.

@@ -60,6 +60,7 @@ from fast_layers.ops.attention.hopper_grad_parts import (
     Operands,
     as_summed,
     folds_lse,
+    load_row,
     make_finite,
     summed_dtype,
 )
@@ -250,7 +251,7 @@ def _run(
                 plgpu.barrier_wait(s.q_consumed.at[slot])
 
             plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[slot], s.q_ready.at[slot])
-            plgpu.copy_gmem_to_smem(inputs.lse.at[example, head, rows], s.row_slots.at[LSE, slot], s.q_ready.at[slot])
+            load_row(inputs.lse.at[example, head, rows], s.row_slots.at[LSE, slot], s.q_ready.at[slot])
 
             @pl.when(step >= ring)
             def _wait_d_out():
@@ -258,9 +259,9 @@ def _run(
 
             ready = s.d_out_ready.at[slot]
             plgpu.copy_gmem_to_smem(inputs.d_out.at[example, rows, head], s.d_out_slots.at[slot], ready)
-            plgpu.copy_gmem_to_smem(inputs.delta.at[example, head, rows], s.row_slots.at[DELTA, slot], ready)
+            load_row(inputs.delta.at[example, head, rows], s.row_slots.at[DELTA, slot], ready)
             if inputs.units is not None:
-                plgpu.copy_gmem_to_smem(inputs.units.at[example, head, rows], s.row_slots.at[UNITS, slot], ready)
+                load_row(inputs.units.at[example, head, rows], s.row_slots.at[UNITS, slot], ready)
             # After the first queries, whose slots are free before those of keys and values.
             pl.when(step == steps)(load_keys)
             if not keeps_barriers:
@@ -291,21 +292,17 @@ def _run(
         # Asked for before the wait, which hides how long memory takes to answer; so below.
         broken_keys = None if inputs.broken_keys is None else inputs.broken_keys[example, piece.kv_head] != 0
         pl.when(piece.steps > 0)(lambda: plgpu.barrier_wait(s.kv_ready))
-        if broken_keys is not None:
 
-            @pl.when(broken_keys & (piece.steps > 0))
-            def _mend_keys():
-                # A weight of 0 times NaN is NaN, so what is hidden must be finite. Who sees a broken key has an lse of
-                # NaN.
-                for tile in (*key, value):
-                    make_finite(tile)
-                plgpu.commit_smem()
-
-        if left is not None and not sees_all(p):
-            # As above; but here nobody has looked whether they are broken.
-            for tile in (*key, value):
-                make_finite(tile)
+        def mend_keys():
+            # A weight of 0 times NaN is NaN, so what is hidden must be finite. Who sees a broken key has an lse of NaN.
+            lax.fori_loop(0, panels, lambda i, _: make_finite(s.k_slots.at[k_index, i, own]), None)
+            make_finite(value)
             plgpu.commit_smem()
+
+        if broken_keys is not None:
+            pl.when(broken_keys & (piece.steps > 0))(mend_keys)
+        if left is not None and not sees_all(p):
+            mend_keys()  # here nobody has looked whether they are broken
         key_rows = None if inputs.key_rows is None else inputs.key_rows.load(example, k_start, ROWS)
         some_broken = None
         if visits is not None and visits.some_broken is not None:

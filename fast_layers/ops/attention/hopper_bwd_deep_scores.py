@@ -40,7 +40,7 @@ from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention.config import HOPPER_SMS, HopperDeepBackwardTiles, sees_all
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
-from fast_layers.ops.attention.hopper_grad_parts import BY_QUERY, Operands, make_finite
+from fast_layers.ops.attention.hopper_grad_parts import BY_QUERY, Operands, load_row, make_finite
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, TileMask
@@ -126,7 +126,7 @@ def leave(
             def load_rows(x, row, slots, rows_of, ready, consumed):
                 pl.when(i >= ring)(lambda: plgpu.barrier_wait(consumed.at[slot]))
                 plgpu.copy_gmem_to_smem(x.at[block.example, rows, head], slots.at[slot], ready.at[slot])
-                plgpu.copy_gmem_to_smem(row.at[block.example, head, rows], row_slot(s, rows_of, i), ready.at[slot])
+                load_row(row.at[block.example, head, rows], row_slot(s, rows_of, i), ready.at[slot])
 
             load_rows(inputs.query, inputs.lse, s.q_slots, _LSE, s.q_ready, s.q_consumed)
             load_rows(inputs.d_out, inputs.delta, s.d_out_slots, _DELTA, s.d_out_ready, s.d_out_consumed)

@@ -101,6 +101,12 @@ class Operands(NamedTuple):
     """For dQ to be added to; None where there are none yet."""
 
 
+def load_row(row: Any, slot: Any, ready: Any) -> None:
+    """Numbers that lie together, all of which exist: then JAX copies without a TMA descriptor of the array, for each of
+    which its version 0.11 takes some 40 ms to compile the call on the host."""
+    plgpu.copy_gmem_to_smem(row, slot, ready, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
 def folds_lse(p: Problem) -> bool:
     """Whether lse is what the scores' product starts from; else it is subtracted later."""
     return p.softcap is None and p.bias is None
