@@ -345,9 +345,16 @@ def _run(
                 mend_queries(slot, broken)
             if hides and some_broken is not None:
                 pl.when(some_broken)(lambda: mend_queries(slot, inputs.broken_queries[example, head, q_index] != 0))
+
+            def hide_by_rows(scores):
+                return mask.hide(scores, mask.rows(example, q_index * q_tile, q_tile, 1), **at)
+
             lse = by_query(plgpu.load(s.row_slots.at[LSE, slot], layout=BY_QUERY))
             delta = by_query(plgpu.load(s.row_slots.at[DELTA, slot], layout=BY_QUERY))
-            if folds_lse(p):
+            at_start = hides and hopper_bwd_pieces.hides_at_start(p, mask)
+            if at_start:
+                score_acc[...] = lax.cond(ragged, hide_by_rows, lambda x: x, lse)
+            elif folds_lse(p):
                 score_acc[...] = lse
             if not p.dropout_rate:
                 d_weight_acc[...] = delta
@@ -364,10 +371,7 @@ def _run(
                 scores, to_log2 = p.scale * scores + lse, LOG2_E
             if p.bias is not None:
                 scores += logits.bias(shape=scores.shape, **at)
-            if hides:
-
-                def hide_by_rows(scores):
-                    return mask.hide(scores, mask.rows(example, q_index * q_tile, q_tile, 1), **at)
+            if hides and not at_start:
 
                 def hide(scores):
                     if key_rows is None:

@@ -26,6 +26,7 @@ from fast_layers.ops.attention.config import (
 )
 from fast_layers.ops.attention.hopper_bwd_scores import TILE
 from fast_layers.ops.attention.hopper_bwd_visits import Visits, places
+from fast_layers.ops.attention.hopper_grad_parts import folds_lse
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_mask import TileMask
 
@@ -102,6 +103,11 @@ def longest_first(p: Problem, spans: Int[Array, "B|1 J 2"], order: TileOrder) ->
     return jnp.where(is_next, found, 0).sum(-1, dtype=jnp.int32).reshape(-1)
 
 
+def hides_at_start(p: Problem, mask: TileMask) -> bool:
+    """Whether hidden scores start from -inf, so that no branch stands between products."""
+    return folds_lse(p) and mask.is_band
+
+
 class Piece(NamedTuple):
     """The work on one tile of keys: its query tiles, for each query head of the group.
 
@@ -140,7 +146,8 @@ class Piece(NamedTuple):
             # dS is read by whole tiles.
             halves = TILE // tiles.q_tile
             first, last = lax.div(first, halves) * halves, lax.div(last + (halves - 1), halves) * halves
-        apart, full = tiles.ragged_apart and mask.hides and mask.is_band, (last, last)
+        apart = tiles.ragged_apart and mask.hides and mask.is_band and not hides_at_start(p, mask)
+        full = last, last
         if apart:
             full_first, full_last = mask.full_queries(kv_index * KV_TILE, KV_TILE)
             full = jnp.clip(full_first, first, last), jnp.clip(full_last, first, last)
@@ -182,7 +189,7 @@ class Piece(NamedTuple):
         """
 
         def some(head, begin, end, hides, place, state):
-            held = None if hides else hold()
+            held = hold() if not hides or hides_at_start(self.problem, self.mask) else None
             return lax.fori_loop(begin, end, lambda i, state: role(head, place(i), state, hides, held), state)
 
         def of_head(head, state):
