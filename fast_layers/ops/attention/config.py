@@ -414,10 +414,12 @@ class HopperBackwardTiles:
 
     `ragged_apart`: the tiles that a causal mask or window cuts through have a loop of their own, instead of a branch in
     the one loop that keeps products from overlapping. At depths up to 64 under a causal mask alone it gained nothing.
+    So with a soft cap; without one, `hides_at_start` needs no such branch.
 
     `d_query_apart`: dS goes to the GPU's memory, and another kernel makes dQ of it, where `leaves_d_scores`.
 
-    `holds_keys`: with it, half of K's columns stay in registers, but for tiles that a mask cuts through.
+    `holds_keys`: with it, half of K's columns stay in registers, but for tiles whose scores a mask hides after the
+    product.
     """
 
     kv_tile = 128
