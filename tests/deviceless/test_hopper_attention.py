@@ -166,8 +166,8 @@ BATCHES = {
 
 # Bytes of spilled stores: (forward, backward), about a fifth above what ptxas 13.3 made of them on 2026-11-20 to 22, or
 # 13.5 on the 25th. The backward keeps four accumulators, up to the last of its 240 registers; what it spills are
-# addresses and bounds that ptxas hoists out of the loop over queries. The forward spills such too, out of the loops over
-# passes and pieces, never in that over keys, where a mask may hide keys and blocks are persistent; and where three
+# addresses and bounds that ptxas hoists out of the loop over queries. The forward spills such too, out of the loops
+# over passes and pieces, never in that over keys, where a mask may hide keys and blocks are persistent; and where three
 # compute warpgroups leave 32 registers to the load warpgroup.
 SPILLS = {
     "d40 full": (0, 30),

@@ -104,10 +104,13 @@ SEEN_TWICE = {
     "spans of their own": {"own_spans": True},
     "sinks": {"sinks": True},
     "dropout": {"dropout_rate": 0.2},
+    "values deeper than keys": {"depths": (64, 128)},
+    "keys swizzled otherwise": {"depths": (96, 64)},
 }
+SEEN_TWICE_EACH_RUN = {"split keys", "spans of their own", "values deeper than keys", "keys swizzled otherwise"}
 
 
-@pytest.mark.parametrize("name", some_each_run(SEEN_TWICE, {"split keys", "spans of their own"}))
+@pytest.mark.parametrize("name", some_each_run(SEEN_TWICE, SEEN_TWICE_EACH_RUN))
 def test_a_hidden_value_that_is_broken(name):
     """Under a causal mask, which no array tells: results are NaN, and blocks do their pieces again."""
     options = dict(SEEN_TWICE[name])
@@ -117,9 +120,11 @@ def test_a_hidden_value_that_is_broken(name):
         options["sinks"] = jnp.array([0.5], jnp.float32)
     if "dropout_rate" in options:
         options["dropout_rng"] = jax.random.key(0)
-    query, key, value, _ = draw(batch=1, length=100, heads=1)
+    qk_dim, v_dim = options.pop("depths", (64, 64))
+    query, key, value, _ = draw(batch=1, length=100, heads=1, depth=max(qk_dim, v_dim))
+    query, key, value = query[..., :qk_dim], key[..., :qk_dim], value[..., :v_dim]
     place = 80 if "own_spans" in changes else 60  # 80: in a tile that the second warpgroup alone visits
-    value = value.at[0, place, 0, 3].set(jnp.nan)
+    value = value.at[0, place, 0, v_dim - 3].set(jnp.nan)
     inputs, aux, given, _ = api._prepare(query, key, value, is_causal=True, **options)
     problem = given.problem(inputs, aux)
     with patched(forward_tiles(tiles)):
