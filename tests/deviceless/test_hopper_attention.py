@@ -93,7 +93,7 @@ BATCHES = {
         "d80 causal, odd length": Call(2047, qk_dim=80, options=CAUSAL),
     },
     "deep": {
-        "d128 causal, grouped": Call(kv_heads=4, options=CAUSAL),
+        "d128 causal, grouped, in parts": Call(kv_heads=4, leaves_d_scores=True, options=CAUSAL),
         "d128 causal, dQ apart": Call(leaves_d_scores=True, options=CAUSAL),
         "d128 window": Call(options={"local_window_size": (1024, 0)}),
         "d128 everything": Call(kv_heads=4, segments=True, options=EVERYTHING),
@@ -103,6 +103,8 @@ BATCHES = {
     },
     "more forms": {
         "d128 causal": Call(**FEW_HEADS, options=CAUSAL),
+        "d128 causal, grouped, odd length": Call(2047, kv_heads=4, options=CAUSAL),
+        "d128 full, grouped, in parts": Call(16384, heads=32, kv_heads=8, batch=1, leaves_d_scores=True),
         "d128 segments": Call(kv_heads=4, segments=True, options=CAUSAL),
         "d128 segments, dQ apart": Call(4096, segments=True, leaves_d_scores=True, options=CAUSAL),
         "d128 segments, grouped, dQ apart": Call(4096, kv_heads=4, segments=True, leaves_d_scores=True, options=CAUSAL),
@@ -193,7 +195,9 @@ SPILLS = {
     "d128 full, odd length": (0, 145),
     "d128 full, softcap": (16, 80, 0),
     "d128 causal": (0, 72),
-    "d128 causal, grouped": (0, 144),
+    "d128 causal, grouped, odd length": (0, 144),
+    "d128 causal, grouped, in parts": (0, 20, 0),
+    "d128 full, grouped, in parts": (0, 20, 0),
     "d128 any order": (0, 106),
     "d128 window": (0, 39, 0),
     "d128 window, softcap": (44, 200, 0),

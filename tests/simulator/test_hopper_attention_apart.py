@@ -99,6 +99,32 @@ def test_groups_of_heads_leave_their_scores_in_one_array(name):
         judge(case, supports=only("backward")).check()
 
 
+# Of how many pairs, and how many query heads of each, dS is there at a time.
+_HELD = HopperBackwardTiles(64, ragged_apart=True, holds_keys=True, d_query_apart=True)
+PARTS = {
+    "causal, one head of two pairs": (
+        square(256, heads=4, kv_heads=2, qk_dim=128, v_dim=128, is_causal=True, lse_gradient=True),
+        (2, 1),
+    ),
+    "full, two heads of one pair": (
+        Case(batch=2, q_len=128, kv_len=256, heads=4, kv_heads=1, qk_dim=128, v_dim=128),
+        (1, 2),
+    ),
+}
+
+
+def _in_parts(share: tuple[int, int]) -> tuple[tuple[Any, str, Any], ...]:
+    given = (hopper_bwd_scores, "scores_group", lambda _: 0), (hopper_bwd_scores, "scores_in_parts", lambda _: share)
+    return *_apart(_HELD), *given
+
+
+@pytest.mark.parametrize("name", some_each_run(PARTS, {"causal, one head of two pairs"}))
+def test_parts_of_grouped_heads_add_to_the_gradients_of_keys(name):
+    case, share = PARTS[name]
+    with patched(*_in_parts(share)):
+        judge(case, supports=only("backward")).check()
+
+
 # (depth, options, length, the queries that see the broken keys)
 BROKEN_APART = {
     "window": (64, {"local_window_size": (30, 0)}, 384, slice(200, 251)),
@@ -144,6 +170,18 @@ LEFT_FAULTS = {
     # In the text: finite keys, dS, dK and dV.
     "dS not committed": (APART_CASE, StandIn("commit_smem #2"), "write of SMEM"),
     "dS's slot overwritten": (APART_CASE, StandIn("read wait_smem_to_gmem #1"), "write of SMEM"),
+}
+
+
+# In the text: finite keys, dS, parts of dV and of dK; the waits are dS's and theirs.
+PARTS_FAULTS = {
+    "a sum's slot overwritten": (PARTS["full, two heads of one pair"][0], StandIn("read wait_smem_to_gmem #4"), "SMEM"),
+    "dS overwritten by a sum": (
+        PARTS["full, two heads of one pair"][0],
+        StandIn("read wait_smem_to_gmem #2"),
+        "alias group",
+    ),
+    "a sum not committed": (PARTS["full, two heads of one pair"][0], StandIn("commit_smem #3"), "write of SMEM"),
 }
 
 
@@ -202,6 +240,11 @@ def test_planted_fault_of_d_query_apart_is_found(fault):
 @pytest.mark.parametrize("fault", some_each_run(LEFT_FAULTS, set()))
 def test_planted_fault_of_what_is_left_for_d_query_is_found(fault):
     found(hopper_bwd, fault, LEFT_FAULTS, *_apart(HopperBackwardTiles(128)))
+
+
+@pytest.mark.parametrize("fault", some_each_run(PARTS_FAULTS, {"a sum's slot overwritten"}))
+def test_planted_fault_of_sums_over_parts_is_found(fault):
+    found(hopper_bwd, fault, PARTS_FAULTS, *_in_parts((1, 2)))
 
 
 @pytest.mark.parametrize("fault", some_each_run(DEEP_QUERY_FAULTS, {"finite keys not awaited"}))

@@ -66,6 +66,8 @@ _FEW_ROWS_RING_BYTES = 96 << 10
 """Of keys and values on their way to a block of few rows, at the depths where an H200 was timed: bench/NOTES.md."""
 MOST_DEALT_PIECES = 1 << 18
 """Of a persistent grid: tracing a call deals them out in Python, and their list becomes a constant of the program."""
+_MOST_TWO_SLOT_TILES = 4
+"""Of keys, for persistent blocks with two slots for queries where dQ is apart: three are 1 to 3 % faster beyond."""
 _MOST_SHALLOW_TILES = 64
 """Of keys, for a persistent grid of the backward at depths up to 64 without a mask."""
 LONGEST_D_QUERY_APART = {64: 512, 128: 16_384}
@@ -171,19 +173,21 @@ def scores_tiles(problem: Problem) -> int:
     return q_tiles * kv_tiles if problem.mask.band is None else q_tiles * (q_tiles + 1) // 2
 
 
-def _duration(problem: Problem, pairs: int) -> float:
-    """Of all pairs of an example and a key/value head, so many at a time, in a tile's time on each SM; of no window."""
+def _duration(problem: Problem, pairs: int, heads: int) -> float:
+    """Of all pairs of an example and a key/value head, so many at a time, and of each so many query heads, in a tile's
+    time on each SM; of no window."""
     p, kv_tiles = problem, problem.kv_len // 128
     turns = -(-pairs * kv_tiles // HOPPER_SMS)  # a block takes one tile of keys after the other
     longest = max(turns * scores_tiles(p) / kv_tiles, p.q_len // 128)
-    return -(-p.batch * p.kv_heads // pairs) * (p.group * longest + _GROUP_COST)
+    return -(-p.batch * p.kv_heads // pairs) * p.group // heads * (heads * longest + _GROUP_COST)
 
 
-def most_scores_pairs(problem: Problem) -> int:
-    """How many pairs of an example and a key/value head may leave their dS at a time, by memory alone."""
+def most_scores_pairs(problem: Problem, heads: int) -> int:
+    """How many pairs of an example and a key/value head may leave dS of so many of their query heads at a time, by
+    memory alone."""
     p, total = problem, problem.batch * problem.kv_heads
     integers = 4 * p.batch * p.heads * p.q_len * p.qk_dim
-    of_pair = p.group * scores_tiles(p) * 128 * 128 * p.dtype.itemsize
+    of_pair = heads * scores_tiles(p) * 128 * 128 * p.dtype.itemsize
     integers *= _MOST_D_SCORES if known_before_the_call(p) else _MOST_TOLD_SCORES
     return min(int(min(MOST_D_SCORES_BYTES, integers)) // of_pair, total)
 
@@ -195,7 +199,7 @@ def scores_group(problem: Problem) -> int:
 
     The fewest that finish all pairs nearly as soon as any other number.
     """
-    p, total, most = problem, problem.batch * problem.kv_heads, most_scores_pairs(problem)
+    p, total, most = problem, problem.batch * problem.kv_heads, most_scores_pairs(problem, problem.group)
     if window_tiles(p):
         return total if most == total else 0
     if most == 0:
@@ -206,10 +210,30 @@ def scores_group(problem: Problem) -> int:
         several = p.mask.band is not None and pairs * (p.kv_len // 128) >= _LEAST_TOLD_PIECES
         return pairs if fewest == 1 or several else 0
     choices = {-(-total // groups) for groups in range(fewest, min(8 * fewest, total) + 1)}
-    soonest = min(_duration(p, pairs) for pairs in choices)
-    if soonest > (1 + _MOST_GROUPS_LOSE) * _duration(p, total):
+    soonest = min(_duration(p, pairs, p.group) for pairs in choices)
+    if soonest > (1 + _MOST_GROUPS_LOSE) * _duration(p, total, p.group):
         return 0
-    return min(pairs for pairs in choices if _duration(p, pairs) <= (1 + _LATE_FOR_MEMORY) * soonest)
+    return min(pairs for pairs in choices if _duration(p, pairs, p.group) <= (1 + _LATE_FOR_MEMORY) * soonest)
+
+
+@functools.cache
+def scores_in_parts(problem: Problem) -> tuple[int, int] | None:
+    """(pairs of an example and a key/value head, query heads of each) that leave their dS at a time, fewer heads than
+    share a key/value head. None where `scores_group` is of whole pairs, or where parts would lose too much."""
+    p, total = problem, problem.batch * problem.kv_heads
+    if scores_group(p) or window_tiles(p) or not known_before_the_call(p):
+        return None
+    # No pair may be done twice, since its parts are summed.
+    choices = [
+        (pairs, heads)
+        for heads in range(1, p.group)
+        for pairs in range(1, most_scores_pairs(p, heads) + 1)
+        if p.group % heads == total % pairs == 0
+    ]
+    soonest = min(choices, key=lambda choice: _duration(p, *choice), default=None)
+    if soonest is None or _duration(p, *soonest) > (1 + _MOST_GROUPS_LOSE) * _duration(p, total, p.group):
+        return None
+    return soonest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,7 +443,7 @@ class HopperBackwardTiles:
     `d_query_apart`: dS goes to the GPU's memory, and another kernel makes dQ of it, where `leaves_d_scores`.
 
     `holds_keys`: with it, half of K's columns stay in registers, but for tiles whose scores a mask hides after the
-    product.
+    product; and dS of a group of query heads may be left in parts.
     """
 
     kv_tile = 128
@@ -454,15 +478,17 @@ class HopperBackwardTiles:
         qk_dim, v_dim = padded_depth(qk_dim, self.depth_multiple), padded_depth(v_dim, self.value_multiple)
         inputs = 2 * (self.kv_tile + self.stages * self.q_tile) * (qk_dim + v_dim)
         next_keys = 2 * self.kv_tile * qk_dim if self.blocks and not self.d_query_apart else 0
-        # dK and dV of a persistent grid leave by as much as dQ takes.
-        sums_or_results = 4 * self.q_tile * qk_dim if self.blocks or not self.d_query_apart else 0
+        d_query = 0 if self.d_query_apart else 4 * self.q_tile * qk_dim
         d_scores, vectors = 2 * 2 * self.q_tile * self.kv_tile, 2 if self.d_query_apart else 3
-        return inputs + next_keys + d_scores + sums_or_results + vectors * 4 * self.stages * self.q_tile + (1 << 10)
+        return inputs + next_keys + d_scores + d_query + vectors * 4 * self.stages * self.q_tile + (1 << 10)
 
     def for_call(self, problem: Problem) -> HopperBackwardTiles:
         """Without what this call has no use for."""
-        apart = self.d_query_apart and self.leaves_d_scores(problem)
-        return dataclasses.replace(self, d_query_apart=apart, holds_keys=apart and self.holds_keys)
+        p, apart = problem, self.d_query_apart and self.leaves_d_scores(problem)
+        tiles = dataclasses.replace(self, d_query_apart=apart, holds_keys=apart and self.holds_keys)
+        # dQ in the kernel, and its keys, may take a slot's room.
+        fits = tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES
+        return tiles if fits else dataclasses.replace(tiles, stages=min(self.stages, 2))
 
     def leaves_d_scores(self, problem: Problem) -> bool:
         """No mask, or over as many keys as queries a causal one or a window, and any intervals within; whole tiles; dS
@@ -472,7 +498,9 @@ class HopperBackwardTiles:
         if band is not None and band.high is not None and p.q_len == p.kv_len:
             own = band.high == 0 if band.low is None else band.low <= 0 <= band.high
         whole = p.q_len % self.kv_tile == p.kv_len % self.kv_tile == 0 and p.qk_dim == p.v_dim in (64, 128)
-        return not p.per_score and own and whole and scores_group(p) > 0
+        if p.per_score or not own or not whole:
+            return False
+        return scores_group(p) > 0 or (self.holds_keys and scores_in_parts(p) is not None)
 
     @classmethod
     def of(cls, problem: Problem) -> HopperBackwardTiles:
@@ -489,17 +517,21 @@ class HopperBackwardTiles:
         else:
             short = max(p.q_len, p.kv_len) <= LONGEST_D_QUERY_APART.get(p.qk_dim, 0)
         timed = known_before_the_call(p) or p.qk_dim == 128
-        d_query_apart = short and timed and tiles.leaves_d_scores(p)
+        tiles_held = min(p.q_len, p.kv_len) // cls.kv_tile
+        long = tiles_held >= _FEWEST_TILES_HELD * (1 if band is None else 2)
+        may_hold = long and not shallow and window is None and p.softcap is None and known_before_the_call(p)
+        apart_tiles = dataclasses.replace(tiles, d_query_apart=True, holds_keys=may_hold)
+        d_query_apart = short and timed and apart_tiles.leaves_d_scores(p)
+        holds_keys = d_query_apart and may_hold
         if shallow:
             gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES
         else:
             gains = band is None or (d_query_apart if band.low is None else p.group == 1)
-        holds_keys = d_query_apart and not shallow and window is None and p.softcap is None and known_before_the_call(p)
-        tiles_held = min(p.q_len, p.kv_len) // cls.kv_tile
-        holds_keys = holds_keys and tiles_held >= _FEWEST_TILES_HELD * (1 if band is None else 2)
         persistent = gains and known_before_the_call(p) and p.batch * p.kv_heads * kv_tiles <= MOST_DEALT_PIECES
         blocks = HOPPER_SMS if persistent and not holds_keys else 0
-        return dataclasses.replace(tiles, blocks=blocks, d_query_apart=d_query_apart, holds_keys=holds_keys)
+        three = blocks and d_query_apart and not shallow and kv_tiles > _MOST_TWO_SLOT_TILES
+        choice = {"blocks": blocks, "d_query_apart": d_query_apart, "holds_keys": holds_keys}
+        return dataclasses.replace(tiles, stages=3 if three else tiles.stages, **choice)
 
 
 @dataclasses.dataclass(frozen=True)

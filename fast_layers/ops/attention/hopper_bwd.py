@@ -25,7 +25,8 @@ array by TMA, in whatever order they come. So that array holds integers: sums of
 and every run gives the same bits. Each row has its own unit, a power of two, from a bound on what the row can sum to.
 Where the bits may change from run to run (`Problem.reproducible`), it holds floats, and rows have no units.
 
-With `d_query_apart` dS goes to the GPU's memory instead, another kernel makes dQ of it, and there are no units.
+With `d_query_apart` dS goes to the GPU's memory instead, another kernel makes dQ of it, and there are no units. Of long
+grouped heads it goes there in parts, which add to dK and dV.
 
 What comes before and after is in hopper_bwd_call.py, the order of tiles in hopper_bwd_pieces.py.
 
@@ -72,6 +73,8 @@ WARPGROUPS = 2
 LSE, DELTA, UNITS = range(3)
 """What a row of queries has, in one array: each array starts at a multiple of 1 KiB."""
 _FEW_TILES = 4
+_SUMMED_COLUMNS = 32
+"""Of dK or dV in float32, that fit where a warpgroup's half of a step's dS does."""
 _RESULT_PARTS = 2
 """Of dK and dV, by columns of 16 bits, that fit where as many columns of dQ do."""
 
@@ -94,7 +97,7 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
 
     visits = None if operands.mask is None else Visits.of(p, operands.mask, operands.broken_queries)
     d_query = functools.partial(hopper_bwd_apart.d_query, visits)
-    return gradients(p, operands._replace(q_span=None), leave, d_query)
+    return gradients(p, operands._replace(q_span=None), leave, d_query, may_sum=tiles.holds_keys)
 
 
 def _run(
@@ -109,15 +112,17 @@ def _run(
     visits: Visits | None = None,
     turn: Int[Array, " 1"] | None = None,
 ):
-    """Writes dK and dV, and either adds to `d_query` or gives back a group's dS."""
+    """Writes dK and dV, or adds to them for a part of the query heads; and adds to `d_query` or gives back dS."""
     qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
     q_tile, ring, lags = tiles.q_tile, tiles.stages, left is None  # dQ, a step behind
     kv_tiles = -(-p.kv_len // KV_TILE)
     # The two warpgroups share dQ's tile: by rows where there are two times 64, else by columns.
     by_rows = q_tile == WARPGROUPS * ROWS
-    panels = 1 if by_rows else WARPGROUPS
+    panels, halves = 1 if by_rows else WARPGROUPS, q_tile // ROWS
     panel = qk_dim // panels
-    bytes_per_head = p.group * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
+    heads = p.group if left is None else left.heads
+    sums = heads < p.group
+    bytes_per_head = heads * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
     pairs = p.batch * p.kv_heads if left is None else left.pairs
     fits_first = hopper_bwd_pieces.fits_first(p, tiles, kv_tiles)
     order = hopper_bwd_pieces.piece_order(pairs, kv_tiles, bytes_per_head, fits_first)
@@ -140,12 +145,16 @@ def _run(
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, q_tile, KV_TILE, inputs.mask, logits)
         if persistent and lags:
-            sums, results = scratch.pop("sums or results")
-            scratch |= {"d_query_slots": sums, "result_slots": results}
+            d_query_slots, results = scratch.pop("dQ or results")
+            scratch |= {"d_query_slots": d_query_slots, "result_slots": results}
+        if sums:
+            d_scores, sum_slots = scratch.pop("dS or sums")
+            scratch |= {"d_scores": d_scores, "sum_slots": sum_slots}
         s = _Scratch(**scratch)
 
         first_pair = jnp.int32(0) if left is None else left.first_pair(turn_ref)
-        piece_of = functools.partial(Piece.of, p, tiles, order, mask, inputs, first_pair)
+        some_heads = heads, 0 if left is None else left.first_head(turn_ref)
+        piece_of = functools.partial(Piece.of, p, tiles, order, mask, inputs, first_pair, some_heads)
 
         def each_piece(role, before):
             """The last `before = role(piece, turn, before)`, from what `before` makes; `turn` counts the pieces."""
@@ -181,9 +190,32 @@ def _run(
                     last_d_query(s, last_ref, before, warpgroup)
                 if p.dropout_rate:
                     d_value = d_value * logits.survived
-                d_key, d_value = (d_key * p.scale).astype(p.dtype), d_value.astype(p.dtype)
-                (send_through_sums if persistent else send_through_inputs)(piece, keys, d_key, d_value)
+                d_key = d_key * p.scale
+                if not sums:
+                    d_key, d_value = d_key.astype(p.dtype), d_value.astype(p.dtype)
+                if sums or (persistent and not lags):
+                    send_through_scores(piece, keys, d_key, d_value, before.steps)
+                else:
+                    (send_through_sums if persistent else send_through_inputs)(piece, keys, d_key, d_value)
                 return before
+
+            def send_through_scores(piece: Piece, keys, d_key, d_value, steps):
+                """By way of this warpgroup's halves of dS; or adds to the sums over all parts of the query heads."""
+                if persistent:
+                    plgpu.barrier_arrive(s.kv_consumed)
+                # By those that were copied first, and that the next step does not write. Steps of 64 queries are even.
+                first = lax.rem(steps + 1, 2) * halves if halves > 1 else 0
+                slots = s.sum_slots if sums else s.d_scores
+                columns, reduction = slots.shape[-1], "add" if sums else None
+                both = ((d_value_ref, d_value), (d_key_ref, d_key))
+                parts = [(to, x, at) for to, x in both for at in range(0, x.shape[1], columns)]
+                for i, (to, x, at) in enumerate(parts):
+                    slot = slots.at[(first + i % 2) * WARPGROUPS + warpgroup]
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # for the copy before the last
+                    slot[...] = x[:, at : at + columns]
+                    plgpu.commit_smem()
+                    to = to.at[piece.example, keys, piece.kv_head, pl.ds(at, columns)]
+                    plgpu.copy_smem_to_gmem(slot, to, reduction_op=reduction)
 
             def send_through_inputs(piece: Piece, keys, d_key, d_value):
                 if lags:
@@ -436,21 +468,25 @@ def _run(
                 plgpu.barrier_arrive(s.q_consumed.at[slot])
                 return before._replace(steps=i + 1, head=head, q_index=q_index, units=units, **place)
 
+            def own_scores(buffer, j):
+                if lags:
+                    return s.d_scores.at[buffer, j, own]
+                return s.d_scores.at[(buffer * halves + j) * WARPGROUPS + warpgroup]
+
             def write_d_scores(buffer, d_scores):
-                for j in range(q_tile // ROWS):
-                    s.d_scores[buffer, j, own] = d_scores[:, j * ROWS : (j + 1) * ROWS]
+                for j in range(halves):
+                    own_scores(buffer, j)[...] = d_scores[:, j * ROWS : (j + 1) * ROWS]
                 plgpu.commit_smem()
                 if lags:
                     plgpu.barrier_arrive(s.scores_ready.at[buffer])
 
             def leave_d_scores(left: LeftScores, buffer, d_scores, head, q_index):
-                halves = q_tile // ROWS
                 plgpu.wait_smem_to_gmem(halves, wait_read_only=True)  # for those of the step before the last
                 write_d_scores(buffer, d_scores)
-                row = left.row(piece.pair * p.group + head - piece.first_head, piece.kv_index)
+                row = left.row(piece.pair * heads + head - piece.first_head, piece.kv_index)
                 for j in range(halves):
                     to = last_ref.at[TILE // ROWS * row + q_index * halves + j, own]
-                    plgpu.copy_smem_to_gmem(s.d_scores.at[buffer, j, own], to)
+                    plgpu.copy_smem_to_gmem(own_scores(buffer, j), to)
 
             def hold_key():
                 # As products read it from shared memory, that would be busier than the tensor cores.
@@ -505,7 +541,9 @@ def _run(
         "v_slot": smem_tile(WARPGROUPS, ROWS, v_dim, dtype=p.dtype),
         "q_slots": smem_tile(ring, q_tile, qk_dim, dtype=p.dtype),
         "d_out_slots": smem_tile(ring, q_tile, v_dim, dtype=p.dtype),
-        "d_scores": smem_tile(2, q_tile // ROWS, KV_TILE, ROWS, dtype=p.dtype),
+        "d_scores": smem_tile(
+            *((2, halves, KV_TILE) if lags else (2 * halves * WARPGROUPS, ROWS)), ROWS, dtype=p.dtype
+        ),
         "row_slots": plgpu.SMEM((2 + with_units, ring, q_tile), jnp.float32),
         "kv_ready": plgpu.Barrier(num_arrivals=panels + WARPGROUPS),
         "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=ring),
@@ -514,18 +552,20 @@ def _run(
         "d_out_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
         "queries_mended": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
-    results = smem_tile(WARPGROUPS, _RESULT_PARTS, ROWS, panel, dtype=p.dtype)
     if persistent:
         scratch["kv_consumed"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
     if lags:
-        sums = smem_tile(WARPGROUPS, ROWS, panel, dtype=summed_dtype(p))
-        scratch |= {"sums or results": plgpu.RefUnion(sums, results)} if persistent else {"d_query_slots": sums}
         for name in ("scores_ready", "scores_consumed"):
             scratch[name] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2)
-        if not persistent:
-            scratch["keys_left"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
-    elif persistent:
-        scratch["result_slots"] = results
+        d_query_slots = smem_tile(WARPGROUPS, ROWS, panel, dtype=summed_dtype(p))
+        if persistent:
+            results = smem_tile(WARPGROUPS, _RESULT_PARTS, ROWS, panel, dtype=p.dtype)
+            scratch["dQ or results"] = plgpu.RefUnion(d_query_slots, results)
+        else:
+            scratch |= {"d_query_slots": d_query_slots, "keys_left": plgpu.Barrier(num_arrivals=WARPGROUPS)}
+    if sums:
+        sum_slots = smem_tile(2 * WARPGROUPS, ROWS, _SUMMED_COLUMNS, dtype=jnp.float32)
+        scratch["dS or sums"] = plgpu.RefUnion(scratch.pop("d_scores"), sum_slots)
     return plgpu.kernel(
         attention_backward,
         out_type=() if left is None else (jax.ShapeDtypeStruct(left.shape, p.dtype),),
@@ -577,5 +617,6 @@ class _Scratch(NamedTuple):
     scores_consumed: Any = None
     d_query_slots: Any = None
     result_slots: Any = None
+    sum_slots: Any = None
     keys_left: Any = None
     kv_consumed: Any = None

@@ -91,7 +91,7 @@ def d_query(
     """Writes a group's dQ; `turn` as `LeftScores.in_groups` gives it."""
     p, depth = left.problem, key.shape[3]
     q_tiles = p.q_len // TILE
-    heads, mask = left.pairs * p.group, TileMask(p, TILE, TILE, None)
+    heads, mask = left.pairs * left.heads, TileMask(p, TILE, TILE, None)
     hides = visits is not None or mask.hides
     order: Any = None
     schedule: Any = None
@@ -105,12 +105,12 @@ def d_query(
         d_query_ref = refs[tree.num_leaves]
         s = Scratch(**scratch)
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        first_head = left.first_pair(turn_ref) * p.group
+        query_head = left.query_heads(turn_ref)
 
         def each_tile(role, state):
             """The last `state = role(head within the group, q_index, its tiles of keys, state)`."""
             if visits_ref is not None:
-                head, q_index, *span = visits_ref.of_queries(block, heads, first_head, p.heads)
+                head, q_index, *span = visits_ref.of_queries(block, heads, query_head(0), p.heads)
                 return role(head, q_index, Span(*span), state)
 
             def take(_, index, state):
@@ -125,8 +125,8 @@ def d_query(
             plgpu.set_max_registers(40, action="decrease")
 
             def load(head, q_index, span, step):
-                example = lax.div(first_head + head, p.heads)
-                kv_head = lax.div(lax.rem(first_head + head, p.heads), p.group)
+                example = lax.div(query_head(head), p.heads)
+                kv_head = lax.div(lax.rem(query_head(head), p.heads), p.group)
 
                 def tile(j, step):
                     slot, keys = lax.rem(step, STAGES), pl.ds(j * TILE, TILE)
@@ -162,7 +162,7 @@ def d_query(
 
                 step, product = pl.run_scoped(over_keys, plgpu.WGMMAAccumulatorRef((ROWS, depth), jnp.float32))
                 rows = pl.ds(q_index * TILE + warpgroup * ROWS, ROWS)
-                send(p, product, s.result_slots.at[warpgroup], d_query_ref, first_head + head, rows)
+                send(p, product, s.result_slots.at[warpgroup], d_query_ref, query_head(head), rows)
                 return step
 
             def mend(slot):

@@ -53,7 +53,7 @@ def d_query(
     p, depth = left.problem, key.shape[3]
     cluster = 2 if p.q_len // TILE % 2 == 0 else 1
     q_tiles, kv_tiles = p.q_len // TILE // cluster, p.kv_len // ROWS
-    heads = left.pairs * p.group
+    heads = left.pairs * left.heads
     pieces = heads * q_tiles
     blocks = min(pieces, HOPPER_SMS // cluster)
     causal = not sees_all(p)

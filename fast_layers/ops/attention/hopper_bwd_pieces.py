@@ -117,10 +117,13 @@ class Piece(NamedTuple):
     problem: Problem
     mask: TileMask
     ragged_apart: bool
+    heads: int
+    """Of the query heads that share the key/value head, as many as are gone through."""
     pair: Any
     """Of an example and a key/value head, within a group."""
     example: Any
     kv_head: Any
+    first_head: Any
     kv_index: Any
     first: Any
     last: Any
@@ -137,8 +140,10 @@ class Piece(NamedTuple):
         mask: TileMask,
         inputs: Any,
         first_pair: Any,
+        heads: tuple[int, Any],
         index: Any,
     ) -> Piece:
+        """`heads`: how many of those that share a key/value head, and the first of them."""
         pair, kv_index = order.locate(index)
         example, kv_head = lax.div(first_pair + pair, p.kv_heads), lax.rem(first_pair + pair, p.kv_heads)
         first, last = mask.query_span(example, kv_index, inputs.q_span)
@@ -153,7 +158,8 @@ class Piece(NamedTuple):
             full = jnp.clip(full_first, first, last), jnp.clip(full_last, first, last)
         # Pieces that are all at the same queries would add to the same rows of dQ at once. A mask keeps them apart.
         start = lax.div(kv_index * last, order.tiles) if sees_all(p) else first
-        return cls(p, mask, apart, pair, example, kv_head, kv_index, first, last, full, start)
+        first_head = kv_head * p.group + heads[1]
+        return cls(p, mask, apart, heads[0], pair, example, kv_head, first_head, kv_index, first, last, full, start)
 
     @classmethod
     def visited(
@@ -169,18 +175,15 @@ class Piece(NamedTuple):
         pair, kv_index, first, last, *full = visits.of_keys(block, pairs, first_pair, p.kv_heads)
         example, kv_head = lax.div(first_pair + pair, p.kv_heads), lax.rem(first_pair + pair, p.kv_heads)
         first, last = (x * (TILE // tiles.q_tile) for x in (first, last))
-        return cls(p, mask, False, pair, example, kv_head, kv_index, first, last, (full[0], full[1]), first)
-
-    @property
-    def first_head(self) -> Any:
-        return self.kv_head * self.problem.group
+        place = pair, example, kv_head, kv_head * p.group, kv_index
+        return cls(p, mask, False, p.group, *place, first, last, (full[0], full[1]), first)
 
     def is_ragged(self, q_index: Any) -> Any:
         return (q_index < self.full[0]) | (q_index >= self.full[1])
 
     @property
     def steps(self) -> Any:
-        return (self.last - self.first) * self.problem.group
+        return (self.last - self.first) * self.heads
 
     def each_query_tile(self, role: Callable[..., Any], state: Any, hold: Callable[[], Any] = lambda: None) -> Any:
         """The last `state = role(head, q_index, state, hides, held)`.
@@ -202,10 +205,9 @@ class Piece(NamedTuple):
             state = some(head, self.first, self.last - fulls, True, ragged, state)
             return some(head, full_first, full_last, False, lambda i: i, state)
 
-        if self.problem.group == 1:
+        if self.heads == 1:
             return of_head(self.first_head, state)
-        heads = self.first_head, self.first_head + self.problem.group
-        return lax.fori_loop(*heads, of_head, state)
+        return lax.fori_loop(self.first_head, self.first_head + self.heads, of_head, state)
 
     def _from_start(self, i: Any) -> Any:
         if not sees_all(self.problem):

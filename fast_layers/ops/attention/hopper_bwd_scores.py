@@ -2,12 +2,15 @@
 
 A kernel leaves dS, its keys first, and another one makes dQ of it. All heads' dS at once would grow with the square of
 the length. So a group of heads after the other leaves it in one bounded array, and all write into the same results. A
-group is of neighbouring pairs of an example and a key/value head.
+group is of neighbouring pairs of an example and a key/value head. Where too few pairs would fit with all query heads
+that share the key/value head, they come in parts of those heads, one after the other, and add to dK and dV in float32,
+in that order in every run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from fast_layers.ops.attention.config import most_scores_pairs, scores_group, scores_tiles, window_tiles
+from fast_layers.ops.attention.config import (
+    most_scores_pairs,
+    scores_group,
+    scores_in_parts,
+    scores_tiles,
+    window_tiles,
+)
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_grad_parts import Operands
 from fast_layers.ops.attention.problem import Problem
@@ -30,30 +39,54 @@ class LeftScores:
     """Where a tile of dS lies: in order of its keys, then its queries, those that a mask hides left out."""
 
     problem: Problem
+    may_sum: bool = False
+    """Whether the kernel can add to dK and dV, so that a pair's query heads may come in parts."""
 
     @property
     def tiles(self) -> int:
         """Of one query head."""
         return scores_tiles(self.problem)
 
+    @functools.cached_property
+    def _share(self) -> tuple[int, int]:
+        """(pairs of a group, query heads of each)."""
+        p, total = self.problem, self.problem.batch * self.problem.kv_heads
+        if pairs := scores_group(p):
+            return pairs, p.group
+        if self.may_sum and (in_parts := scores_in_parts(p)):
+            return in_parts
+        # Calls that `jax.vmap` joins leave dS if each alone would, if not in the fewest groups.
+        if most := most_scores_pairs(p, p.group):
+            return -(-total // -(-total // most)), p.group
+        return max(n for n in range(1, most_scores_pairs(p, 1) + 1) if total % n == 0), 1
+
     @property
     def pairs(self) -> int:
         """Of a group."""
-        total = self.problem.batch * self.problem.kv_heads
-        # Calls that `jax.vmap` joins leave dS if each alone would, if not in the fewest groups.
-        return scores_group(self.problem) or -(-total // -(-total // most_scores_pairs(self.problem)))
+        return self._share[0]
+
+    @property
+    def heads(self) -> int:
+        """Of each pair's query heads, those whose dS is there at a time."""
+        return self._share[1]
+
+    @property
+    def parts(self) -> int:
+        """Into which the query heads of a pair are divided."""
+        return self.problem.group // self.heads
 
     @property
     def groups(self) -> int:
+        """Of pairs, each in as many `parts`."""
         return -(-self.problem.batch * self.problem.kv_heads // self.pairs)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """By 64 queries, which lie together for all keys of a tile."""
-        return self.pairs * self.problem.group * self.tiles * (TILE // ROWS), TILE, ROWS
+        return self.pairs * self.heads * self.tiles * (TILE // ROWS), TILE, ROWS
 
     def row(self, head: Any, kv_index: Any) -> Any:
-        """The place of a query tile among all tiles, less its index; `head`: of the query heads in a group."""
+        """The place of a query tile among all tiles, less its index; `head`: of the query heads at a time."""
         p, q_tiles = self.problem, self.problem.q_len // TILE
         if window := window_tiles(p):
             width, before = window
@@ -66,13 +99,25 @@ class LeftScores:
         """In a kernel: of the group; `turn_ref` as `in_groups` gives it."""
         if turn_ref is None:
             return jnp.int32(0)
-        # The last group is as large as the others, and may do some pairs again.
-        return jnp.minimum(turn_ref[0] * self.pairs, self.problem.batch * self.problem.kv_heads - self.pairs)
+        group = turn_ref[0] if self.parts == 1 else lax.div(turn_ref[0], self.parts)
+        # The last group is as large as the others, and may do some pairs again, but where parts are summed.
+        return jnp.minimum(group * self.pairs, self.problem.batch * self.problem.kv_heads - self.pairs)
 
-    def in_groups(self, run: Callable[[Any, Sequence[Any]], None], *results: Any) -> tuple[Array, ...]:
-        """What `run(turn, refs)` writes for each group, of the shapes and dtypes of `results`.
+    def first_head(self, turn_ref: Any) -> Any:
+        """In a kernel: of those that share a key/value head, the first of the part."""
+        return jnp.int32(0) if self.parts == 1 else lax.rem(turn_ref[0], self.parts) * self.heads
 
-        `turn`: an array of the group's number, None where there is one group.
+    def query_heads(self, turn_ref: Any) -> Callable[[Any], Any]:
+        """In a kernel: which of all examples' query heads is the given one of those at a time."""
+        first = self.first_pair(turn_ref) * self.problem.group + self.first_head(turn_ref)
+        if self.parts == 1:
+            return lambda head: first + head
+        return lambda head: first + lax.div(head, self.heads) * self.problem.group + lax.rem(head, self.heads)
+
+    def in_groups(self, run: Callable[[Any, Sequence[Any]], None], *results: Array) -> tuple[Array, ...]:
+        """What `run(turn, refs)` makes of `results` for each group, part by part.
+
+        `turn`: an array of its number, None where there is one.
         """
 
         def group(turn, results):
@@ -80,23 +125,36 @@ class LeftScores:
             run(turn, refs)
             return tuple(ref[...] for ref in refs)
 
-        empty = tuple(lax.empty(result.shape, result.dtype) for result in results)
-        if self.groups == 1:
-            return group(None, empty)
-        return lax.fori_loop(0, self.groups, lambda i, results: group(i[None], results), empty)
+        if self.groups * self.parts == 1:
+            return group(None, results)
+        return lax.fori_loop(0, self.groups * self.parts, lambda i, results: group(i[None], results), results)
 
 
-def gradients(p: Problem, operands: Operands, leave: Callable[..., Array], d_query: Callable[..., None]):
+def gradients(
+    p: Problem,
+    operands: Operands,
+    leave: Callable[..., Array],
+    d_query: Callable[..., None],
+    may_sum: bool = False,
+):
     """(dQ, dK, dV), padded as the operands are, by two kernels for each group.
 
-    `leave(left, operands, turn, d_key_ref, d_value_ref)` writes dK and dV, and gives dS;
-    `d_query(left, d_scores, key, turn, d_query_ref)` writes dQ.
+    `leave(left, operands, turn, d_key_ref, d_value_ref)` writes dK and dV, or adds to them where there are `parts`, and
+    gives dS; `d_query(left, d_scores, key, turn, d_query_ref)` writes dQ.
     """
-    left = LeftScores(p)
+    left = LeftScores(p, may_sum)
 
     def run(turn, results):
         d_query_ref, d_key_ref, d_value_ref = results
         d_scores = leave(left, operands, turn, d_key_ref, d_value_ref)
         d_query(left, d_scores, operands.key, turn, d_query_ref)
 
-    return left.in_groups(run, operands.query, operands.key, operands.value)
+    def empty(like):
+        return lax.empty(like.shape, like.dtype)
+
+    query, key, value = operands.query, operands.key, operands.value
+    if left.parts == 1:
+        return left.in_groups(run, *(empty(x) for x in (query, key, value)))
+    sums = (jnp.zeros(x.shape, jnp.float32) for x in (key, value))
+    d_query_whole, d_key, d_value = left.in_groups(run, empty(query), *sums)
+    return d_query_whole, d_key.astype(p.dtype), d_value.astype(p.dtype)

@@ -258,14 +258,14 @@ def test_long_rows_deeper_than_128_hold_queries_in_registers(q_len, kv_len, dept
     assert chosen == [held, held]
 
 
-def _backward_problem(length, batch, causal, kv_heads=16):
+def _backward_problem(length, batch, causal, kv_heads=16, heads=16):
     def call(query, key, value):
         inputs, aux, given, _ = api._prepare(query, key, value, is_causal=causal)
         problems.append(given.problem(inputs, aux))
 
     problems: list[Problem] = []
-    heads = 16, kv_heads, kv_heads
-    jax.eval_shape(call, *(jax.ShapeDtypeStruct((batch, length, n, 128), jnp.bfloat16) for n in heads))
+    of_operands = heads, kv_heads, kv_heads
+    jax.eval_shape(call, *(jax.ShapeDtypeStruct((batch, length, n, 128), jnp.bfloat16) for n in of_operands))
     return problems[0]
 
 
@@ -285,6 +285,53 @@ def test_groups_of_heads_fit_and_fill_the_gpu(length, batch, causal):
     # The work of all SMs against the longest tile of keys, and as many turns of middling ones as it takes.
     work, turns = left.pairs * left.tiles / HOPPER_SMS, -(-left.pairs * length // 128 // HOPPER_SMS)
     assert work / max(length // 128, turns * left.tiles / (length // 128)) >= 0.93
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "causal", "heads"),
+    [(16384, 1, True, 32), (16384, 1, True, 64), (16384, 1, False, 32), (16384, 1, False, 64), (8192, 2, True, 64)],
+)
+def test_long_grouped_heads_come_in_parts(length, batch, causal, heads):
+    """One pair's dS does not fit, or leaves SMs idle; dK and dV are sums over parts, so that none may be done twice."""
+    problem = _backward_problem(length, batch, causal, kv_heads=8, heads=heads)
+    tiles = HopperBackwardTiles.of(problem)
+    assert tiles.d_query_apart
+    assert tiles.holds_keys
+    left = hopper_bwd_scores.LeftScores(problem, may_sum=True)
+    assert 1 < left.parts == problem.group // left.heads
+    assert left.pairs * left.groups == batch * 8
+    assert 2 * np.prod(left.shape) <= config.MOST_D_SCORES_BYTES
+    work, turns = left.pairs * left.tiles / HOPPER_SMS, -(-left.pairs * length // 128 // HOPPER_SMS)
+    assert work / max(length // 128, turns * left.tiles / (length // 128)) >= 0.93
+    # Each query head comes once.
+    heads_of_turns = [
+        int(left.query_heads(jnp.array([turn]))(head))
+        for turn in range(left.groups * left.parts)
+        for head in range(left.pairs * left.heads)
+    ]
+    assert sorted(heads_of_turns) == list(range(batch * heads))
+
+
+def test_pairs_that_fit_whole_do_not_come_in_parts():
+    assert config.scores_in_parts(_backward_problem(8192, 2, True, kv_heads=8, heads=32)) is None
+    assert hopper_bwd_scores.LeftScores(_backward_problem(8192, 2, True, kv_heads=8, heads=32), may_sum=True).parts == 1
+
+
+def test_calls_in_parts_that_vmap_joins():
+    problem = _backward_problem(16384, 1, True, kv_heads=8, heads=32)
+    left = hopper_bwd_scores.LeftScores(dataclasses.replace(problem, batch=3), may_sum=True)
+    assert 24 % left.pairs == 0 or left.parts == 1
+    assert 2 * np.prod(left.shape) <= config.MOST_D_SCORES_BYTES
+
+
+def test_a_tuned_slot_more_is_dropped_where_d_query_stays_in_the_kernel():
+    tiles = HopperBackwardTiles(64, stages=3, blocks=HOPPER_SMS, d_query_apart=True)
+    left = tiles.for_call(_backward_problem(2048, 8, True))
+    assert left.d_query_apart
+    assert left.stages == 3
+    inside = tiles.for_call(_backward_problem(2047, 8, True))
+    assert not inside.d_query_apart
+    assert inside.smem_bytes(128, 128) <= HOPPER_SMEM_BYTES
 
 
 @pytest.mark.parametrize(
