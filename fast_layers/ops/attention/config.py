@@ -438,7 +438,7 @@ class HopperBackwardTiles:
 
     `ragged_apart`: the tiles that a causal mask or window cuts through have a loop of their own, instead of a branch in
     the one loop that keeps products from overlapping. At depths up to 64 under a causal mask alone it gained nothing.
-    So with a soft cap; without one, `hides_at_start` needs no such branch.
+    So with a soft cap or grouped heads; without them, `hides_at_start` needs no such branch.
 
     `d_query_apart`: dS goes to the GPU's memory, and another kernel makes dQ of it, where `leaves_d_scores`.
 
@@ -529,7 +529,7 @@ class HopperBackwardTiles:
             gains = band is None or (d_query_apart if band.low is None else p.group == 1)
         persistent = gains and known_before_the_call(p) and p.batch * p.kv_heads * kv_tiles <= MOST_DEALT_PIECES
         blocks = HOPPER_SMS if persistent and not holds_keys else 0
-        three = blocks and d_query_apart and not shallow and kv_tiles > _MOST_TWO_SLOT_TILES
+        three = blocks and d_query_apart and not shallow and p.softcap is None and kv_tiles > _MOST_TWO_SLOT_TILES
         choice = {"blocks": blocks, "d_query_apart": d_query_apart, "holds_keys": holds_keys}
         return dataclasses.replace(tiles, stages=3 if three else tiles.stages, **choice)
 

@@ -130,6 +130,8 @@ def _run(
     persistent = schedule is not None
     keeps_barriers = not persistent or _keeps_barriers(p, kv_tiles)
     with_units = operands.units is not None
+    # Which of the two takes fewer registers of the others was read off the assembly.
+    copy_row: Any = load_row if lags else plgpu.copy_gmem_to_smem
     if operands.q_span is not None and hopper_bwd_pieces.ranks(order):
         schedule = hopper_bwd_pieces.longest_first(p, operands.q_span, order)
     given = operands, None if schedule is None else jnp.asarray(schedule), visits, turn
@@ -283,7 +285,7 @@ def _run(
                 plgpu.barrier_wait(s.q_consumed.at[slot])
 
             plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[slot], s.q_ready.at[slot])
-            load_row(inputs.lse.at[example, head, rows], s.row_slots.at[LSE, slot], s.q_ready.at[slot])
+            copy_row(inputs.lse.at[example, head, rows], s.row_slots.at[LSE, slot], s.q_ready.at[slot])
 
             @pl.when(step >= ring)
             def _wait_d_out():
@@ -291,9 +293,9 @@ def _run(
 
             ready = s.d_out_ready.at[slot]
             plgpu.copy_gmem_to_smem(inputs.d_out.at[example, rows, head], s.d_out_slots.at[slot], ready)
-            load_row(inputs.delta.at[example, head, rows], s.row_slots.at[DELTA, slot], ready)
+            copy_row(inputs.delta.at[example, head, rows], s.row_slots.at[DELTA, slot], ready)
             if inputs.units is not None:
-                load_row(inputs.units.at[example, head, rows], s.row_slots.at[UNITS, slot], ready)
+                copy_row(inputs.units.at[example, head, rows], s.row_slots.at[UNITS, slot], ready)
             # After the first queries, whose slots are free before those of keys and values.
             pl.when(step == steps)(load_keys)
             if not keeps_barriers:
@@ -327,8 +329,8 @@ def _run(
 
         def mend_keys():
             # A weight of 0 times NaN is NaN, so what is hidden must be finite. Who sees a broken key has an lse of NaN.
-            lax.fori_loop(0, panels, lambda i, _: make_finite(s.k_slots.at[k_index, i, own]), None)
-            make_finite(value)
+            for tile in (*key, value):
+                make_finite(tile)
             plgpu.commit_smem()
 
         if broken_keys is not None:
@@ -383,7 +385,7 @@ def _run(
 
             lse = by_query(plgpu.load(s.row_slots.at[LSE, slot], layout=BY_QUERY))
             delta = by_query(plgpu.load(s.row_slots.at[DELTA, slot], layout=BY_QUERY))
-            at_start = hides and hopper_bwd_pieces.hides_at_start(p, mask)
+            at_start = hides and hopper_bwd_pieces.hides_at_start(p, mask, heads)
             if at_start:
                 score_acc[...] = lax.cond(ragged, hide_by_rows, lambda x: x, lse)
             elif folds_lse(p):

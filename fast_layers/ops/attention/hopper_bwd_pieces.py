@@ -103,9 +103,12 @@ def longest_first(p: Problem, spans: Int[Array, "B|1 J 2"], order: TileOrder) ->
     return jnp.where(is_next, found, 0).sum(-1, dtype=jnp.int32).reshape(-1)
 
 
-def hides_at_start(p: Problem, mask: TileMask) -> bool:
-    """Whether hidden scores start from -inf, so that no branch stands between products."""
-    return folds_lse(p) and mask.is_band
+def hides_at_start(p: Problem, mask: TileMask, heads: int) -> bool:
+    """Whether hidden scores start from -inf, so that no branch stands between products.
+
+    With several query heads to a piece of work a loop for ragged tiles and one for the others are 3 to 4 % faster.
+    """
+    return folds_lse(p) and mask.is_band and heads == 1
 
 
 class Piece(NamedTuple):
@@ -151,7 +154,7 @@ class Piece(NamedTuple):
             # dS is read by whole tiles.
             halves = TILE // tiles.q_tile
             first, last = lax.div(first, halves) * halves, lax.div(last + (halves - 1), halves) * halves
-        apart = tiles.ragged_apart and mask.hides and mask.is_band and not hides_at_start(p, mask)
+        apart = tiles.ragged_apart and mask.hides and mask.is_band and not hides_at_start(p, mask, heads[0])
         full = last, last
         if apart:
             full_first, full_last = mask.full_queries(kv_index * KV_TILE, KV_TILE)
@@ -192,7 +195,7 @@ class Piece(NamedTuple):
         """
 
         def some(head, begin, end, hides, place, state):
-            held = hold() if not hides or hides_at_start(self.problem, self.mask) else None
+            held = hold() if not hides or hides_at_start(self.problem, self.mask, self.heads) else None
             return lax.fori_loop(begin, end, lambda i, state: role(head, place(i), state, hides, held), state)
 
         def of_head(head, state):

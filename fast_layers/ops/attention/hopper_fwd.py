@@ -308,8 +308,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             def _look():
                 """While the stores are on their way, for `some_are_broken`."""
                 broken_rows = s.row_slots.at[wgs + warpgroup]
-                # Finite sums may overflow: then there was no need for a second pass, which changes nothing.
-                broken_rows[...] = plgpu.load(broken_rows, layout=BY_ROW) + out.sum(axis=1) * 0.0
+                broken_rows[...] = plgpu.load(broken_rows, layout=BY_ROW) + (out * 0.0).sum(axis=1)
 
         pass_over(end, block_span.tiles)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -24,6 +24,7 @@ from fast_layers.ops.attention.tile_mask import WGMMA
 
 BY_QUERY = WGMMA.reduce(0)
 BY_ROW = WGMMA.reduce(1)
+_MENDED_ROWS = 64
 _COLUMNS = 8
 """From one pair of a row's scores that a thread holds to its next."""
 
@@ -122,10 +123,11 @@ def as_summed(d_query: Float[Array, "t c"], units: Float[Array, " t"] | None) ->
 
 
 def make_finite(tile: Any) -> None:
-    """Zeros in place of NaN and inf, chunk by chunk, to spare registers and code."""
+    """Zeros in place of NaN and inf, chunk by chunk, to spare registers and code; in few chunks, since many do so in
+    each piece of work."""
 
     def mend(layout, chunk):
         x = plgpu.load(chunk, layout=layout)
         chunk[...] = jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros_like(x))
 
-    each_chunk(tile, mend)
+    each_chunk(tile, mend, chunk_rows=_MENDED_ROWS)
