@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _SWIZZLE_BYTES = (128, 64, 32)
 _CHUNK_ROWS = 32
-"""Eight for each warp of a warpgroup, unless more are asked for."""
+"""Eight for each warp of a warpgroup."""
 
 
 def swizzled_columns(columns: int, dtype: Any) -> int:
@@ -33,22 +33,22 @@ def smem_tile(*shape: int, dtype: Any, columns: int | None = None) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), swizzling(swizzle)))
 
 
-def each_chunk(tile: Any, role: Callable[..., None], *beside: Any, chunk_rows: int = _CHUNK_ROWS) -> None:
+def each_chunk(tile: Any, role: Callable[..., None], *beside: Any) -> None:
     """`role(layout, chunk, *chunks of the tiles beside it)` for all chunks of a tile: little code, but slow.
 
-    A chunk is `chunk_rows` of one swizzled tile, of which a thread has 16 bytes in each of a few rows. The tiles beside
-    have as many rows, and swizzled tiles as wide; where they have fewer of these, they take turns.
+    A chunk is 32 rows of one swizzled tile, of which a thread has 16 bytes in each of a few rows. The tiles beside have
+    as many rows, and swizzled tiles as wide; where they have fewer of these, they take turns.
     """
     columns = swizzled_columns(tile.shape[1], tile.dtype)
-    layout = plgpu.Layout.SMEM_GMEM_COPY((chunk_rows, columns), tile.dtype, columns * tile.dtype.itemsize)
+    layout = plgpu.Layout.SMEM_GMEM_COPY((_CHUNK_ROWS, columns), tile.dtype, columns * tile.dtype.itemsize)
     parts = tile.shape[1] // columns
 
     def step(i, _):
-        rows, part = pl.ds(lax.div(i, parts) * chunk_rows, chunk_rows), lax.rem(i, parts)
+        rows, part = pl.ds(lax.div(i, parts) * _CHUNK_ROWS, _CHUNK_ROWS), lax.rem(i, parts)
 
         def chunk_of(tile):
             return tile.at[rows, pl.ds(lax.rem(part, tile.shape[1] // columns) * columns, columns)]
 
         role(layout, chunk_of(tile), *map(chunk_of, beside))
 
-    lax.fori_loop(0, tile.shape[0] // chunk_rows * parts, step, None)
+    lax.fori_loop(0, tile.shape[0] // _CHUNK_ROWS * parts, step, None)

@@ -63,6 +63,7 @@ from fast_layers.ops.attention.hopper_grad_parts import (
     folds_lse,
     load_row,
     make_finite,
+    make_finite_in_chunks,
     summed_dtype,
 )
 from fast_layers.ops.attention.problem import Problem
@@ -330,7 +331,7 @@ def _run(
         def mend_keys():
             # A weight of 0 times NaN is NaN, so what is hidden must be finite. Who sees a broken key has an lse of NaN.
             for tile in (*key, value):
-                make_finite(tile)
+                (make_finite_in_chunks if lags else make_finite)(tile)
             plgpu.commit_smem()
 
         if broken_keys is not None:
@@ -355,7 +356,7 @@ def _run(
 
                     @pl.when(warpgroup == mine)
                     def _mine(tile=tile):
-                        make_finite(tile)
+                        make_finite_in_chunks(tile)
 
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(s.queries_mended)

@@ -60,7 +60,7 @@ from fast_layers.ops.attention.hopper_grad_parts import (
     Operands,
     as_summed,
     folds_lse,
-    make_finite,
+    make_finite_in_chunks,
     summed_dtype,
 )
 from fast_layers.ops.attention.problem import Problem
@@ -188,7 +188,7 @@ def launch(tiles: HopperDeepBackwardTiles, p: Problem, operands: Operands):
 
         @pl.when(broken)
         def _mend():
-            make_finite(tile)
+            make_finite_in_chunks(tile)
             plgpu.commit_smem()
 
     def d_value_of(inputs: Any, s: _Scratch, mask: TileMask, logits: TileLogits, block: _Block):

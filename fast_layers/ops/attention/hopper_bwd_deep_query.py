@@ -39,7 +39,7 @@ from fast_layers.ops.attention.hopper_d_query_parts import (
     scratch_types,
     send,
 )
-from fast_layers.ops.attention.hopper_grad_parts import make_finite
+from fast_layers.ops.attention.hopper_grad_parts import make_finite_in_chunks
 
 
 def d_query(
@@ -178,7 +178,7 @@ def d_query(
 
             def mend(slot):
                 # 0 times NaN is NaN; who sees a broken key has NaN in its dS.
-                make_finite(s.key_slots.at[slot, pl.ds(warpgroup * own_keys, own_keys)])
+                make_finite_in_chunks(s.key_slots.at[slot, pl.ds(warpgroup * own_keys, own_keys)])
                 exchange_mended_keys(s)
 
             each_tile(multiply, jnp.int32(0))

@@ -40,7 +40,7 @@ from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention.config import HOPPER_SMS, HopperDeepBackwardTiles, sees_all
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
-from fast_layers.ops.attention.hopper_grad_parts import BY_QUERY, Operands, load_row, make_finite
+from fast_layers.ops.attention.hopper_grad_parts import BY_QUERY, Operands, load_row, make_finite_in_chunks
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, TileMask
@@ -144,7 +144,7 @@ def leave(
         """And mends the tile where some are hidden: a weight of 0 times NaN is NaN."""
         plgpu.barrier_wait(ready)
         if hides:
-            make_finite(tile)
+            make_finite_in_chunks(tile)
             plgpu.commit_smem()
 
     def held_columns(slot):
