@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
+from jax._src import callback
 from jax._src import core as jax_core
 from jax._src.pallas.mosaic_gpu import primitives as mosaic
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
@@ -223,6 +225,26 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 
 
+_SIMULATORS = ("jax._src.pallas.", "fast_layers.testing.")
+_any_callback = callback.io_callback_impl
+_any_to_int = shared_memory._to_int
+
+
+def _callback(*args: Any, callback: Any, **params: Any) -> Any:
+    """The simulator's own callbacks take numpy arrays; JAX gives arrays on a device, which takes most of the time."""
+    fn = callback.callback_func
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if not fn.__module__.startswith(_SIMULATORS):
+        return _any_callback(*args, callback=callback, **params)
+    # Copies, as some are kept, and XLA lends its memory for the call only.
+    return jax.tree.map(np.asarray, callback(*map(np.array, args)))
+
+
+def _to_int(x: Any) -> Any:
+    return x.item() if isinstance(x, np.ndarray | np.generic) else _any_to_int(x)
+
+
 @contextlib.contextmanager
 def extended_interpret_mode(findings: machine.Findings) -> Iterator[None]:
     """While inside, JAX's interpret mode is the extended one, and races and errors go to `findings`."""
@@ -233,6 +255,8 @@ def extended_interpret_mode(findings: machine.Findings) -> Iterator[None]:
         (gpu_callbacks, "TcGen05Mma", tcgen05.TwoBlockMma),
         (gpu_callbacks, "tcgen05_mma", tcgen05.multiply),
         (gpu_callbacks, "tcgen05_commit_arrive", tcgen05.commit_arrive),
+        (callback, "io_callback_impl", _callback),
+        (shared_memory, "_to_int", _to_int),
         *((module, "print", findings.add_race) for module in machine.printing_modules()),
     ]
     if machine.BARRIERS_MUST_BE_DRAINED:

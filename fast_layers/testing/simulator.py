@@ -103,29 +103,41 @@ def simulate(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, detect_
     XLA:CPU makes as many threads as there are cores, or as the environment variable NPROC says when jax starts. Set
     NPROC=32 before jax is imported. One simulation runs at a time.
     """
+    return simulated(fn, timeout=timeout, detect_races=detect_races)(*args)
+
+
+def simulated(
+    fn: Callable[..., Any], *, timeout: float = 120.0, detect_races: bool = True
+) -> Callable[..., Simulation]:
+    """As `simulate`, for several calls: those with arrays of the same shapes are traced and compiled once."""
     _check_pool()
     if not timeout > 0:
         raise ValueError(f"timeout={timeout!r}: must be a positive number of seconds")
-    findings = machine.Findings()
     params = plgpu.InterpretGPUParams(
         detect_races=detect_races,
         inline_mgpu="ignore",
         num_tma_threads_per_device=machine.NUM_ASYNC_CLOCKS,
     )
-    started = time.monotonic()
-    outputs = None
-    with _one_at_a_time, extended_interpret_mode(findings), _watchdog(timeout):
-        gpu_callbacks.reset_gpu_interpret_mode_state()
-        try:
-            with plgpu.force_gpu_interpret_mode(params):
-                # A new function, so that nothing traced outside of the simulator is taken from a cache.
-                outputs = jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*args))
-        except jax.errors.JaxRuntimeError as error:
-            findings.fail(error)
-        finally:
+    # A new function, so that nothing traced outside of the simulator is taken from a cache.
+    program = jax.jit(lambda *args: fn(*args))
+
+    def run(*args: Any) -> Simulation:
+        findings = machine.Findings()
+        started = time.monotonic()
+        outputs = None
+        with _one_at_a_time, extended_interpret_mode(findings), _watchdog(timeout):
             gpu_callbacks.reset_gpu_interpret_mode_state()
-    failure = None if findings.failure is None else _first_words(findings.failure)
-    return Simulation(findings.races, failure, time.monotonic() - started, outputs)
+            try:
+                with plgpu.force_gpu_interpret_mode(params):
+                    outputs = jax.block_until_ready(program(*args))
+            except jax.errors.JaxRuntimeError as error:
+                findings.fail(error)
+            finally:
+                gpu_callbacks.reset_gpu_interpret_mode_state()
+        failure = None if findings.failure is None else _first_words(findings.failure)
+        return Simulation(findings.races, failure, time.monotonic() - started, outputs)
+
+    return run
 
 
 def _check_pool() -> None:

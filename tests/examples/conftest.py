@@ -12,8 +12,8 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(_ROOT / "examples"))
 
-# Kept of the settings from outside: tiny models run for less time than they compile.
-_KEPT = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+# Kept of the settings from outside: tiny models run for less time than they compile, and several runs compile the same.
+_KEPT = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_")
 # A micro-batch of 8 rows can be split over any number of devices that a test run is likely to see.
 # Real text of a fixed interpreter: the sources of its json package, a few documents longer than a row.
 _DATA = Path(json.__file__).parent
@@ -36,7 +36,9 @@ def start():
 
     def start(*flags: str, **env: str) -> subprocess.Popen[str]:
         clean = {
-            name: value for name, value in os.environ.items() if name == _KEPT or not name.startswith(("XLA_", "JAX_"))
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_KEPT) or not name.startswith(("XLA_", "JAX_"))
         }
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(_ROOT)]))
         return subprocess.Popen(

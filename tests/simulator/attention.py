@@ -36,6 +36,7 @@ from fast_layers.ops.attention import (
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import ParityTable, Simulation, check_parity, simulate
 from fast_layers.testing.parity import Case
+from fast_layers.testing.simulator import simulated
 
 H200 = Arch("cuda", "NVIDIA H200", (9, 0))
 HOPPER = Backend(
@@ -78,14 +79,16 @@ def judge(
     backend = backend if supports is None else dataclasses.replace(backend, supports=supports)
     simulations: list[Simulation] = []
 
-    def simulated(fn):
+    def run_by(fn):
+        simulate_draw = simulated(fn, timeout=timeout)
+
         def run(*args):
-            simulations.append(simulate(fn, *args, timeout=timeout))
+            simulations.append(simulate_draw(*args))
             return simulations[-1].outputs  # races are told by themselves, and do not hide the values
 
         return run
 
-    table = check_parity(backends=[backend], cases={"case": case}, dtypes=[dtype], run=simulated)
+    table = check_parity(backends=[backend], cases={"case": case}, dtypes=[dtype], run=run_by)
     return Judged(table, simulations)
 
 

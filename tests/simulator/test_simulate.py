@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fast_layers.testing import Simulation, SimulationError, simulate
+from fast_layers.testing.simulator import simulated
 from simulator import kernels
 
 pytestmark = pytest.mark.simulator
@@ -104,6 +105,22 @@ def test_planted_race_is_found(run, fault, access):
 def test_races_do_not_hide_the_result():
     sim, wanted = run_matmul("slot freed in flight")
     np.testing.assert_allclose(sim.outputs, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_calls_that_share_a_program_have_findings_of_their_own():
+    traced = []
+
+    def matmul(a, b):
+        traced.append(a)
+        return kernels.matmul(a, b, fault="slot freed in flight")
+
+    run = simulated(matmul)
+    a, b = numbers(128, STEPS * 64), numbers(STEPS * 64, 64, seed=1)
+    once, twice = run(a, b), run(2 * a, b)
+    assert len(traced) == 1
+    for sim, factor in ((once, 1), (twice, 2)):
+        assert sim.races_found
+        np.testing.assert_allclose(sim.outputs, factor * np.matmul(*as_float(a, b)), rtol=1e-4, atol=1e-4)
 
 
 def test_store_in_flight_at_the_end():

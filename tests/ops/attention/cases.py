@@ -17,6 +17,7 @@ import fast_layers
 from fast_layers import masks
 from fast_layers.arch import lowering_targets
 from fast_layers.dispatch import PASSES
+from fast_layers.ops.attention import api
 from fast_layers.ops.attention.backends import BACKENDS
 from ops.attention import oracle
 
@@ -138,25 +139,17 @@ class Built:
 
     def refusal(self, implementation: str) -> str | None:
         """Why the backend does not take this call, if so."""
-        query, key, value, bias, sinks = self.operands
-        explained = fast_layers.explain(
-            lambda query, key, value, options: fast_layers.dot_product_attention(
-                query,
-                key,
-                value,
-                bias,
-                sinks=sinks,
-                implementation="reference",
-                **self.static_options,
-                **options,
-            ),
-            query,
-            key,
-            value,
-            self.options,
-        )
+        problems = []
+
+        def prepare(operands, options):
+            *qkv, bias, sinks = operands
+            inputs, aux, given, _ = api._prepare(*qkv, bias, sinks=sinks, **self.static_options, **options)
+            problems.append(given.problem(inputs, aux))
+
+        # Not by `explain`, which would trace an implementation as well.
+        jax.eval_shape(prepare, self.operands, self.options)
         (backend,) = (b for b in BACKENDS if b.name == implementation)
-        problem, arch = explained.plans[0].problem, lowering_targets()[0]
+        (problem,), arch = problems, lowering_targets()[0]
         return next(filter(None, (backend.supports(problem, arch, pass_) for pass_ in PASSES)), None)
 
 
