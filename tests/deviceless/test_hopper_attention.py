@@ -195,7 +195,7 @@ SPILLS = {
     "d128 full, odd length": (0, 145),
     "d128 full, softcap": (16, 80, 0),
     "d128 causal": (0, 72),
-    "d128 causal, grouped, odd length": (0, 300),
+    "d128 causal, grouped, odd length": (0, 144),
     "d128 causal, grouped, in parts": (0, 34, 0),
     "d128 full, grouped, in parts": (0, 20, 0),
     "d128 any order": (0, 106),

@@ -438,7 +438,7 @@ class HopperBackwardTiles:
 
     `ragged_apart`: the tiles that a causal mask or window cuts through have a loop of their own, instead of a branch in
     the one loop that keeps products from overlapping. At depths up to 64 under a causal mask alone it gained nothing.
-    So with a soft cap or grouped heads; without them, `hides_at_start` needs no such branch.
+    So with a soft cap, or where grouped heads hold keys; else hidden scores start from -inf, without such a branch.
 
     `d_query_apart`: dS goes to the GPU's memory, and another kernel makes dQ of it, where `leaves_d_scores`.
 

@@ -386,7 +386,7 @@ def _run(
 
             lse = by_query(plgpu.load(s.row_slots.at[LSE, slot], layout=BY_QUERY))
             delta = by_query(plgpu.load(s.row_slots.at[DELTA, slot], layout=BY_QUERY))
-            at_start = hides and hopper_bwd_pieces.hides_at_start(p, mask, heads)
+            at_start = hides and piece.hides_at_start
             if at_start:
                 score_acc[...] = lax.cond(ragged, hide_by_rows, lambda x: x, lse)
             elif folds_lse(p):

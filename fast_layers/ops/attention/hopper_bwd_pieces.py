@@ -103,12 +103,13 @@ def longest_first(p: Problem, spans: Int[Array, "B|1 J 2"], order: TileOrder) ->
     return jnp.where(is_next, found, 0).sum(-1, dtype=jnp.int32).reshape(-1)
 
 
-def hides_at_start(p: Problem, mask: TileMask, heads: int) -> bool:
+def _hides_at_start(p: Problem, tiles: HopperBackwardTiles, mask: TileMask, heads: int) -> bool:
     """Whether hidden scores start from -inf, so that no branch stands between products.
 
-    With several query heads to a piece of work a loop for ragged tiles and one for the others are 3 to 4 % faster.
+    Where several query heads go by a tile of held keys, a loop for ragged tiles and one for the others are 3 to 4 %
+    faster.
     """
-    return folds_lse(p) and mask.is_band and heads == 1
+    return folds_lse(p) and mask.is_band and not (tiles.holds_keys and heads > 1)
 
 
 class Piece(NamedTuple):
@@ -119,6 +120,8 @@ class Piece(NamedTuple):
 
     problem: Problem
     mask: TileMask
+    hides_at_start: bool
+    """Whether hidden scores start from -inf."""
     ragged_apart: bool
     heads: int
     """Of the query heads that share the key/value head, as many as are gone through."""
@@ -154,7 +157,8 @@ class Piece(NamedTuple):
             # dS is read by whole tiles.
             halves = TILE // tiles.q_tile
             first, last = lax.div(first, halves) * halves, lax.div(last + (halves - 1), halves) * halves
-        apart = tiles.ragged_apart and mask.hides and mask.is_band and not hides_at_start(p, mask, heads[0])
+        at_start = _hides_at_start(p, tiles, mask, heads[0])
+        apart = tiles.ragged_apart and mask.hides and mask.is_band and not at_start
         full = last, last
         if apart:
             full_first, full_last = mask.full_queries(kv_index * KV_TILE, KV_TILE)
@@ -162,7 +166,8 @@ class Piece(NamedTuple):
         # Pieces that are all at the same queries would add to the same rows of dQ at once. A mask keeps them apart.
         start = lax.div(kv_index * last, order.tiles) if sees_all(p) else first
         first_head = kv_head * p.group + heads[1]
-        return cls(p, mask, apart, heads[0], pair, example, kv_head, first_head, kv_index, first, last, full, start)
+        place = pair, example, kv_head, first_head, kv_index
+        return cls(p, mask, at_start, apart, heads[0], *place, first, last, full, start)
 
     @classmethod
     def visited(
@@ -179,7 +184,7 @@ class Piece(NamedTuple):
         example, kv_head = lax.div(first_pair + pair, p.kv_heads), lax.rem(first_pair + pair, p.kv_heads)
         first, last = (x * (TILE // tiles.q_tile) for x in (first, last))
         place = pair, example, kv_head, kv_head * p.group, kv_index
-        return cls(p, mask, False, p.group, *place, first, last, (full[0], full[1]), first)
+        return cls(p, mask, False, False, p.group, *place, first, last, (full[0], full[1]), first)
 
     def is_ragged(self, q_index: Any) -> Any:
         return (q_index < self.full[0]) | (q_index >= self.full[1])
@@ -195,7 +200,7 @@ class Piece(NamedTuple):
         """
 
         def some(head, begin, end, hides, place, state):
-            held = hold() if not hides or hides_at_start(self.problem, self.mask, self.heads) else None
+            held = hold() if not hides or self.hides_at_start else None
             return lax.fori_loop(begin, end, lambda i, state: role(head, place(i), state, hides, held), state)
 
         def of_head(head, state):
