@@ -33,7 +33,7 @@ from fast_layers.ops.attention import bias_tiles
 from fast_layers.ops.attention.bias_tiles import BiasTiles
 from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES
 from fast_layers.ops.attention.hopper_call import ROWS
-from fast_layers.ops.attention.hopper_grad_parts import BY_ROW, Operands, make_finite_in_chunks
+from fast_layers.ops.attention.hopper_grad_parts import BY_ROW, Operands, make_finite
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, TileMask
@@ -111,8 +111,8 @@ def _launch(p: Problem, operands: Operands) -> Float[Array, "B|1 N|1 I*64 J*64"]
             @pl.when(ragged)
             def _mend():
                 # A weight of 0 times NaN is NaN. Who sees a broken key has an lse of NaN.
-                make_finite_in_chunks(key)
-                make_finite_in_chunks(value)
+                make_finite(key)
+                make_finite(value)
                 plgpu.commit_smem()
 
         def products(score_acc, d_weight_acc):
