@@ -22,6 +22,7 @@ from fast_layers.ops.mlp import xla as mlp_xla
 from fast_layers.ops.mlp.activations import ACTIVATIONS
 from fast_layers.testing import (
     ParityTable,
+    _parity_attention,
     _parity_conv1d,
     _parity_gated_norm,
     _parity_mlp,
@@ -41,6 +42,30 @@ SMALL = {
         q_len=40, kv_len=40, qk_dim=16, v_dim=16, bias=(1, 4, 40, 40), sinks=True, softcap=5.0, lse_gradient=True
     ),
 }
+
+
+@pytest.mark.parametrize("fn", [_parity_attention._oracle, _parity_attention._plain])
+def test_attention_head_by_head(fn, monkeypatch):
+    """What is expected of large calls, for which all heads at once would take too much memory."""
+    case = dataclasses.replace(SMALL["poisoned"], kv_heads=2, v_dim=24, is_causal=True, lse_gradient=True)
+    draw = _parity_attention._Draw.of(case, jnp.dtype(jnp.float32), 0)
+    p = draw.problem
+    given = draw.clean, draw.clean_d_out, draw.d_lse, draw.visible, None
+
+    def expected():
+        with jax.enable_x64(True):
+            by_head = _parity_attention._head_by_head(fn)
+            call = jax.jit(lambda *given: by_head((p.scale, None, 0.0), *given))
+            return call(*given), str(jax.make_jaxpr(call)(*given))
+
+    at_once, all_heads = expected()
+    monkeypatch.setattr(_parity_attention, "_MOST_SCORES", 0)
+    one_by_one, head_by_head = expected()
+    assert "scan" in head_by_head
+    assert "scan" not in all_heads
+    for got, want in zip(jax.tree.leaves(one_by_one), jax.tree.leaves(at_once), strict=True):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def _planted(forward=lambda out, lse, inputs: (out, lse), backward=lambda grads, residuals: grads, supports=None):
