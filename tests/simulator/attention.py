@@ -37,6 +37,7 @@ from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import ParityTable, Simulation, check_parity, simulate
 from fast_layers.testing.parity import Case
 from fast_layers.testing.simulator import simulated
+from simulator.found import tells
 
 H200 = Arch("cuda", "NVIDIA H200", (9, 0))
 HOPPER = Backend(
@@ -278,4 +279,4 @@ def found(module: Any, fault: str, faults: Mapping[str, tuple[Case, Any, str]], 
     (sim,) = judged.simulations[-1:]
     assert sim.faulty
     if access:
-        assert any(access in race for race in sim.races), sim.report()
+        assert tells(sim, access), sim.report()

@@ -25,7 +25,6 @@ from fast_layers.ops.attention import (
     blackwell_grad_parts,
     forward_parts,
 )
-from fast_layers.testing import Simulation
 
 B200 = Arch("cuda", "NVIDIA B200", (10, 0))
 BLACKWELL = Backend(
@@ -117,13 +116,3 @@ def without(
     shared = forward_parts if module is blackwell_fwd else blackwell_grad_parts
     with patched((module, "plgpu", stand_in), (shared, "plgpu", stand_in), scratch, *patches):
         yield stand_in
-
-
-def tells(simulation: Simulation, text: str) -> bool:
-    """Whether a planted fault was found, as `text`.
-
-    Or as a phase of a barrier that nobody waits for, at which the simulator stops: by how its threads happen to run,
-    that comes before the race which the missing wait leads to.
-    """
-    said = "\n".join([*simulation.races, simulation.failure or ""])
-    return text in said or "no threads observed phase" in said

@@ -30,7 +30,8 @@ from fast_layers.ops.attention.problem import Residuals
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
 from simulator.attention import judge, only
-from simulator.blackwell_attention import BLACKWELL, Without, forward_tiles, patched, tells, without
+from simulator.blackwell_attention import BLACKWELL, Without, forward_tiles, patched, without
+from simulator.found import tells
 from simulator.test_hopper_attention import CASES
 from simulator.test_hopper_attention_per_score import FAULTY
 

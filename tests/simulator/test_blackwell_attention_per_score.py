@@ -7,7 +7,8 @@ import pytest
 from fast_layers.ops.attention import blackwell_bias_grad
 from fast_layers.testing.parity import Case
 from simulator.attention import judge, only
-from simulator.blackwell_attention import BLACKWELL, tells, without
+from simulator.blackwell_attention import BLACKWELL, without
+from simulator.found import tells
 from simulator.test_hopper_attention_per_score import CASES, FAULTY, MORE
 
 pytestmark = pytest.mark.simulator

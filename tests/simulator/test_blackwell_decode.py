@@ -14,7 +14,8 @@ from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
 from fast_layers.ops.attention.blackwell_tile import ROWS
 from fast_layers.ops.attention.config import packs_heads
 from fast_layers.testing import simulate
-from simulator.blackwell_attention import tells, without
+from simulator.blackwell_attention import without
+from simulator.found import tells
 from simulator.test_hopper_decode import CASES, Case, lengths
 
 pytestmark = pytest.mark.simulator

@@ -12,6 +12,7 @@ from fast_layers.ops.mlp import blackwell_call
 from fast_layers.ops.mlp.blackwell_config import BlackwellMatmulTiles
 from fast_layers.ops.mlp.epilogue import Activate, Differentiate, Plain
 from fast_layers.ops.mlp.float8 import Float8
+from simulator.found import tells
 from simulator.mlp import BlackwellSlip, Launch, changed, check, check_op, run
 
 pytestmark = pytest.mark.simulator
@@ -127,7 +128,7 @@ def test_planted_fault_is_found(fault):
     assert stand_in.hits > 0, "the kernel has no such event any more"
     assert sim.faulty
     if access:
-        assert any(access in race for race in sim.races), sim.report()
+        assert tells(sim, access), sim.report()
 
 
 OPS = {

@@ -27,7 +27,8 @@ from fast_layers.ops.ssd.blackwell_config import (
 )
 from fast_layers.testing import simulate
 from simulator import test_hopper_ssd
-from simulator.blackwell_attention import Without, tells
+from simulator.blackwell_attention import Without
+from simulator.found import tells
 from simulator.ssd import plain, problem_of
 
 pytestmark = pytest.mark.simulator

@@ -226,8 +226,7 @@ DEEP_QUERY_FAULTS = {
     "dS not awaited": (DEEP_TWO, StandIn("barrier_wait ready"), "read of SMEM"),
     "dS overwritten": (DEEP_TWO, StandIn("barrier_wait consumed"), "write of SMEM"),
     "dS freed in flight": (DEEP_TWO, StandIn("wgmma_wait #1"), "SMEM"),
-    # A warpgroup that runs ahead arrives twice, by which the simulator stops.
-    "finite keys not awaited": (DEEP_MENDED, StandIn("barrier_wait keys_mended"), ""),
+    "finite keys not awaited": (DEEP_MENDED, StandIn("barrier_wait keys_mended"), "SMEM"),
     "dQ not committed": (DEEP_TWO, StandIn("commit_smem"), "write of SMEM"),
     "dQ's slot overwritten": (DEEP_TWO, StandIn("read wait_smem_to_gmem #1"), "write of SMEM"),
 }

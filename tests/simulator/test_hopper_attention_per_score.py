@@ -12,6 +12,7 @@ from fast_layers.ops.attention.problem import Residuals
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
 from simulator.attention import StandIn, changed, judge, only
+from simulator.found import tells
 
 pytestmark = pytest.mark.simulator
 
@@ -112,4 +113,4 @@ def test_planted_fault_of_the_bias_gradient_is_found(fault):
     assert stand_in.hits > 0, "the kernel has no such event any more"
     (sim,) = judged.simulations[-1:]
     assert sim.faulty
-    assert any(access in race for race in sim.races), sim.report()
+    assert tells(sim, access), sim.report()

@@ -15,6 +15,7 @@ from fast_layers.ops.attention import api, hopper_fwd, packed_heads, reference, 
 from fast_layers.ops.attention.config import HopperForwardTiles, packs_heads
 from fast_layers.testing import simulate
 from simulator.attention import StandIn, changed
+from simulator.found import tells
 
 pytestmark = pytest.mark.simulator
 
@@ -170,7 +171,7 @@ def test_planted_fault_of_the_slot_for_loose_queries_is_found(fault):
         sim = simulate(lambda inputs: hopper_fwd.attend(problem, inputs, aux, tiles), inputs, timeout=20.0)
     assert "loose_query" in stand_in.scratch
     assert stand_in.hits > 0, "the kernel has no such event any more"
-    assert any(access in race for race in sim.races), sim.report()
+    assert tells(sim, access), sim.report()
 
 
 @pytest.mark.parametrize("parts", [1, 3, 8, 19])

@@ -17,6 +17,7 @@ from fast_layers.ops.mlp.problem import Inputs, Problem
 from fast_layers.testing import simulate
 from fast_layers.testing.closeness import assert_trees_close
 from simulator.attention import StandIn
+from simulator.found import tells
 from simulator.mlp import Launch, Slip, changed, check, check_op, check_together, run, run_together
 
 pytestmark = pytest.mark.simulator
@@ -148,7 +149,7 @@ def test_planted_fault_among_shared_launches_is_found(fault):
     stand_in, patches, access = SHARED_FAULTS[fault]
     with changed(hopper_matmul, stand_in, ONE_BLOCK, *patches):
         sim = run_together(_weights(TOGETHER)[1:], timeout=20.0)
-    assert any(access in race for race in sim.races), sim.report()
+    assert tells(sim, access), sim.report()
 
 
 FAULTS = {
@@ -198,7 +199,7 @@ def _assert_found(launch: Launch, stand_in: StandIn, access: str) -> None:
     assert stand_in.hits > 0, "the kernel has no such event any more"
     assert sim.faulty
     if access:
-        assert any(access in race for race in sim.races), sim.report()
+        assert tells(sim, access), sim.report()
 
 
 OPS = {
