@@ -17,6 +17,7 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from jax import lax
 from jaxtyping import Array, Float
 
+from fast_layers.layers.fused_mlp_options import check_settings
 from fast_layers.ops.mlp import mlp
 from fast_layers.ops.mlp.activations import canonical_name
 from fast_layers.ops.mlp.problem import Save
@@ -56,7 +57,8 @@ class FusedMLP(nnx.Module):
       rngs: streams `params` and, for dropout, `dropout`.
 
     Raises:
-      ValueError: an activation of an unknown name; in a call, what `fast_layers.mlp` raises.
+      ValueError: sizes below 1, a dropout_rate outside [0, 1), an unknown activation, save or implementation, a flag
+        that is no bool; in a call, what `fast_layers.mlp` raises.
     """
 
     def __init__(
@@ -89,6 +91,17 @@ class FusedMLP(nnx.Module):
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.out_features = in_features if out_features is None else out_features
+        check_settings(
+            in_features=in_features,
+            hidden_features=hidden_features,
+            out_features=self.out_features,
+            activation=activation,
+            gated=gated,
+            use_bias=use_bias,
+            dropout_rate=dropout_rate,
+            save=save,
+            implementation=implementation,
+        )
         self.activation = canonical_name(activation)
         self.gated = gated
         self.dtype = dtype

@@ -13,6 +13,7 @@ from flax.linen import dtypes
 from flax.linen.linear import default_kernel_init
 from jaxtyping import Array, Float
 
+from fast_layers.layers.fused_mlp_options import check_settings
 from fast_layers.ops.mlp import mlp
 from fast_layers.ops.mlp.problem import Save
 
@@ -34,7 +35,7 @@ class FusedMLP(nn.Module):
         down_bias_init, save, implementation: as in `fast_layers.FusedMLP`.
 
     Raises:
-      ValueError: in a call, what `fast_layers.mlp` raises.
+      ValueError: in a call, settings as `fast_layers.FusedMLP` refuses them, and what `fast_layers.mlp` raises.
     """
 
     hidden_features: int
@@ -66,8 +67,21 @@ class FusedMLP(nn.Module):
         Returns:
           [B.., O].
         """
+        if jnp.ndim(x) < 1:
+            raise ValueError(f"x must be [leading dims.., in_features], got shape {jnp.shape(x)}")
         in_features = jnp.shape(x)[-1]
         out_features = in_features if self.out_features is None else self.out_features
+        check_settings(
+            in_features=in_features,
+            hidden_features=self.hidden_features,
+            out_features=out_features,
+            activation=self.activation,
+            gated=self.gated,
+            use_bias=self.use_bias,
+            dropout_rate=self.dropout_rate,
+            save=self.save,
+            implementation=self.implementation,
+        )
         bias_init = self.bias_init if self.use_bias else None
         down_bias_init = (self.down_bias_init or self.bias_init) if self.use_bias else None
         widening = (in_features, self.hidden_features, self.kernel_init, bias_init, self.param_dtype)

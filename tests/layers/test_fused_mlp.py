@@ -255,6 +255,36 @@ def test_errors():
         model(X)
 
 
+WRONG_SETTINGS = {
+    "dropout_rate": (1.5, "dropout_rate=1.5: must be a number in the range"),
+    "dropout_rate as text": ("x", "dropout_rate='x': must be a number in the range"),
+    "dropout_rate of NaN": (float("nan"), "dropout_rate=nan: must be a number in the range"),
+    "gated": ("yes", "gated='yes': must be True or False"),
+    "use_bias": ("no", "use_bias='no': must be True or False"),
+    "save": ("everything", "save='everything': must be 'pre_activation' or 'inputs'"),
+    "implementation": ("cublas", "implementation='cublas': must be 'hopper' or 'blackwell' or 'xla' or 'reference'"),
+    "hidden_features": (0, "hidden_features=0: must be a whole number of at least 1"),
+    "out_features": (8.0, "out_features=8.0: must be a whole number of at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SETTINGS)
+def test_wrong_settings_of_either_kind(name):
+    value, message = WRONG_SETTINGS[name]
+    settings = {"hidden_features": HIDDEN, name.split()[0]: value}
+    with pytest.raises(ValueError, match=message):
+        fast_layers.FusedMLP(IN, **settings, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        linen.FusedMLP(**settings).init(jax.random.key(0), X)
+
+
+def test_wrong_sizes_and_inputs():
+    with pytest.raises(ValueError, match="in_features=-8: must be a whole number of at least 1"):
+        fast_layers.FusedMLP(-8, HIDDEN, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"x must be \[leading dims.., in_features\], got shape \(\)"):
+        linen.FusedMLP(HIDDEN).init(jax.random.key(0), jnp.float32(1))
+
+
 @pytest.mark.parametrize("own", [{"dtype": jnp.bfloat16}, {"precision": "highest"}, {"dot_general": lambda *args: 0}])
 def test_settings_of_a_linear_layer_put_in_are_not_dropped(own):
     model = _fused()

@@ -22,7 +22,7 @@ from fast_layers.ops.attention import reference, sharding
 from fast_layers.ops.attention.backends import BACKENDS
 from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, Residuals
 from fast_layers.ops.operands import floating
-from fast_layers.ops.static_options import flag
+from fast_layers.ops.static_options import flag, hashable_precision
 
 OP = "dot_product_attention"
 RESIDUAL_NAMES = ("fast_layers_attention_out", "fast_layers_attention_lse")
@@ -290,7 +290,7 @@ def _prepare(
         _check_scale(scale, qk_dim),
         _check_softcap(softcap),
         rate,
-        _check_precision(precision),
+        hashable_precision(precision),
         dispatch.reproducible(),
     )
     query, key, value = (x.reshape(-1 if batch else 1, *x.shape[-3:]) for x in (query, key, value))
@@ -462,20 +462,3 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
         raise ValueError(f"local_window_size={window!r}: must be an int or a pair (left, right)")
     left, right = window
     return left, right
-
-
-def _check_precision(precision: Any) -> Any:
-    """Hashable, since it is part of the Problem; a kernel would not look at it."""
-    precision = tuple(precision) if isinstance(precision, list) else precision
-    if precision is None or isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
-        return precision
-    try:
-        hash(precision)
-        one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-        jax.eval_shape(functools.partial(jnp.matmul, precision=precision), one, one)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"precision={precision!r}: must be None or what jax.lax.dot_general takes, such as 'highest', "
-            "jax.lax.Precision.HIGH or a pair of these"
-        ) from error
-    return precision

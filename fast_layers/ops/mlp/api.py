@@ -18,6 +18,7 @@ from fast_layers.ops.mlp.backends import BACKENDS
 from fast_layers.ops.mlp.float8 import FORMATS, Float8
 from fast_layers.ops.mlp.problem import SAVES, Inputs, Problem, Residuals, Save
 from fast_layers.ops.operands import to_array
+from fast_layers.ops.static_options import hashable_precision, one_of
 
 OP = "mlp"
 RESIDUAL_NAMES = ("fast_layers_mlp_pre_activation", "fast_layers_mlp_pre_gate")
@@ -65,7 +66,7 @@ def mlp(
       implementation: a backend by name, which raises if it refuses; None takes the best (see `fast_layers.explain`).
 
     Returns:
-      [B.., O] in x's dtype.
+      [B.., O] in x's dtype; empty if a leading dim is.
 
     The default backends support reverse mode; `implementation="reference"` also supports forward mode and higher
     derivatives. What is saved carries `fast_layers.MLP_RESIDUAL_NAMES` for policies of `jax.checkpoint`.
@@ -145,14 +146,20 @@ def problem_of(
 
 
 def _call(inputs: Inputs, activation, save, precision, float8, implementation) -> Array:
-    if save not in SAVES:
-        raise ValueError(f"{save=}: must be {' or '.join(map(repr, SAVES))}")
-    if float8 is not None and float8 not in FORMATS:
+    one_of("save", save, SAVES)
+    if float8 is not None and (not isinstance(float8, str) or float8 not in FORMATS):
         raise ValueError(f"{float8=}: must be {' or '.join(map(repr, FORMATS))}, or None")
     if float8 is not None and inputs.x.dtype == jnp.float64:
         raise ValueError(f"{float8=}: products are summed in float32, got float64; cast the operands, or leave it out")
-    precision = tuple(precision) if isinstance(precision, list) else precision  # hashable, as part of the Problem
-    options = {"activation": canonical_name(activation), "save": save, "precision": precision, "float8": float8}
+    options = {
+        "activation": canonical_name(activation),
+        "save": save,
+        "precision": hashable_precision(precision),
+        "float8": float8,
+    }
+    if _is_empty(inputs.x.shape):
+        last = inputs.w_up if inputs.w_down is None else inputs.w_down
+        return jnp.zeros((*inputs.x.shape[:-1], last.shape[1]), inputs.x.dtype)
     return sharding.per_shard(functools.partial(_choose_and_run, options, implementation), inputs)
 
 
@@ -194,7 +201,8 @@ _apply.defvjp(_apply_fwd, _apply_bwd)
 def _check(x: ArrayLike, *, names: dict[str, str] | None = None, **weights: ArrayLike | None) -> Inputs:
     """Validate. `names` are the caller's for operands that he calls otherwise."""
     named = {name: (names or {}).get(name, name) for name in Inputs._fields}
-    given = {"x": x, **{name: w for name, w in weights.items() if w is not None}}
+    required = ("w_up", "w_down")
+    given = {"x": x, **{name: w for name, w in weights.items() if w is not None or name in required}}
     arrays = {name: _floating(named[name], operand) for name, operand in given.items()}
     shapes = ", ".join(f"{named[name]} {a.shape}" for name, a in arrays.items())
     dtypes = {named[name]: str(a.dtype) for name, a in arrays.items()}
@@ -203,7 +211,7 @@ def _check(x: ArrayLike, *, names: dict[str, str] | None = None, **weights: Arra
         raise ValueError(f"all operands must have the same dtype, got {each}; cast them to one (FusedMLP does)")
     if arrays["x"].ndim < 1:
         raise ValueError(f"x must be [leading dims.., in_features], got shape () ({shapes})")
-    for name in ("w_up", "w_down"):
+    for name in required:
         if name in arrays and arrays[name].ndim != 2:
             raise ValueError(f"{named[name]} must be a matrix, got shape {arrays[name].shape} ({shapes})")
     if "b_gate" in arrays and "w_gate" not in arrays:
@@ -223,12 +231,13 @@ def _check(x: ArrayLike, *, names: dict[str, str] | None = None, **weights: Arra
         if name in arrays and arrays[name].shape != shape:
             raise ValueError(f"{named[name]} must have shape {shape}, got {arrays[name].shape} ({shapes})")
     for name, array in arrays.items():
-        if any(isinstance(size, int) and size == 0 for size in array.shape):
-            raise ValueError(
-                f"{named[name]} has shape {array.shape}: every size must be at least 1; leave the call out for empty "
-                f"inputs ({shapes})"
-            )
+        if _is_empty(array.shape[-1:] if name == "x" else array.shape):
+            raise ValueError(f"{named[name]} has shape {array.shape}: features must be at least 1 ({shapes})")
     return Inputs(**arrays)
+
+
+def _is_empty(shape: tuple[Any, ...]) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in shape)  # others are symbols, of which none is 0
 
 
 def _floating(name: str, x: ArrayLike) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,12 +47,17 @@ BAD = {
     "bias gate": ({"w_gate": _zeros(IN, HIDDEN), "b_gate": _zeros(IN)}, ["b_gate must have shape (24,), got (8,)"]),
     "bias down": ({"b_down": _zeros(HIDDEN)}, ["b_down must have shape (16,), got (24,)"]),
     "bias without gate": ({"b_gate": _zeros(HIDDEN)}, ["b_gate is given without w_gate", "give both"]),
-    "no tokens": ({"x": _zeros(2, 0, IN)}, ["x has shape (2, 0, 8)", "at least 1", "leave the call out"]),
+    "no w_up": ({"w_up": None}, ["w_up is None: must be an array"]),
+    "no w_down": ({"w_down": None}, ["w_down is None: must be an array"]),
     "no features": ({"x": _zeros(TOKENS, 0), "w_up": _zeros(0, HIDDEN)}, ["x has shape (5, 0)", "at least 1"]),
     "no outputs": ({"w_down": _zeros(HIDDEN, 0)}, ["w_down has shape (24, 0)", "at least 1"]),
     "activation": ({"activation": "softmax"}, ["activation='softmax' is unknown", "gelu_tanh", "swish"]),
     "activation as a function": ({"activation": jax.nn.relu}, ["activation=", "is unknown; take a name", "relu"]),
     "save": ({"save": "everything"}, ["save='everything'", "'pre_activation' or 'inputs'"]),
+    "save in a list": ({"save": ["inputs"]}, ["save=['inputs']", "'pre_activation' or 'inputs'"]),
+    "float8": ({"float8": "e3m4"}, ["float8='e3m4'", "'e4m3' or 'e5m2', or None"]),
+    "float8 in a list": ({"float8": ["e4m3"]}, ["float8=['e4m3']", "'e4m3' or 'e5m2', or None"]),
+    "precision": ({"precision": "foo"}, ["precision='foo'", "such as 'highest'"]),
     "implementation": ({"implementation": "cublas"}, ["mlp: implementation 'cublas' is unknown", "xla, reference"]),
 }
 
@@ -60,10 +67,10 @@ BAD = {
 def test_one_readable_error(name, traced):
     replaced, pieces = BAD[name]
     arguments = GOOD | replaced
-    static = tuple(key for key, value in arguments.items() if not hasattr(value, "shape"))
-    call = jax.jit(fast_layers.mlp, static_argnames=static) if traced else fast_layers.mlp
+    arrays = {key: value for key, value in arguments.items() if hasattr(value, "shape")}
+    call = functools.partial(fast_layers.mlp, **{key: arguments[key] for key in arguments.keys() - arrays.keys()})
     with pytest.raises(ValueError, match=r"\w") as raised:
-        call(**arguments)
+        (jax.jit(call) if traced else call)(**arrays)
     message, position = str(raised.value), 0
     for piece in pieces:
         position = message.find(piece, position)
@@ -79,17 +86,28 @@ def test_linear_calls_its_operands_by_their_names():
         ({"gate": _zeros(HIDDEN, IN)}, r"gate must have shape \(8, 24\), got \(24, 8\)"),
         ({"b_gate": _zeros(HIDDEN)}, "b_gate is given without gate"),
         ({"implementation": "cublas"}, "linear: implementation 'cublas' is unknown"),
+        ({"w": None}, "w is None: must be an array"),
     ):
         with pytest.raises(ValueError, match=message):
             fast_layers.linear(**({"x": x, "w": w} | replaced))
 
 
-@pytest.mark.parametrize("backend", [None, *(backend.name for backend in BACKENDS)])
-def test_no_tokens_are_refused_before_any_backend_is_asked(backend):
-    x, w, w_down = _zeros(2, 0, IN), GOOD["w_up"], GOOD["w_down"]
-    for call in (fast_layers.linear, lambda x, w, **options: fast_layers.mlp(x, w, w_down, **options)):
-        with pytest.raises(ValueError, match=r"x has shape \(2, 0, 8\): .* leave the call out for empty inputs"):
-            call(x, w, implementation=backend)
+@pytest.mark.parametrize("gated", [False, True])
+def test_no_tokens_give_nothing_and_no_gradient(gated):
+    """As a hand-written MLP has it, whose weights may stand in a batch with others."""
+    weights = {"w_up": GOOD["w_up"], "w_gate": GOOD["w_up"] if gated else None, "w_down": GOOD["w_down"]}
+    x = _zeros(2, 0, IN)
+
+    def loss(x, weights):
+        return fast_layers.mlp(x, **weights).sum()
+
+    assert fast_layers.mlp(x, **weights).shape == (2, 0, OUT)
+    assert fast_layers.linear(x, GOOD["w_up"]).shape == (2, 0, HIDDEN)
+    d_x, d_weights = jax.jit(jax.grad(loss, (0, 1)))(x, weights)
+    assert d_x.shape == x.shape
+    assert all(not d.any() for d in jax.tree.leaves(d_weights))
+    with pytest.raises(ValueError, match="x has 9 features, w_up takes 8"):
+        fast_layers.mlp(_zeros(0, 9), **weights)
 
 
 def test_a_refused_backend_says_so():
