@@ -26,9 +26,13 @@ from fast_layers.ops.attention import (
     hopper_bias_grad,
     hopper_bwd,
     hopper_bwd_apart,
+    hopper_bwd_d_query,
     hopper_bwd_deep,
     hopper_bwd_deep_query,
+    hopper_bwd_load,
     hopper_bwd_rows,
+    hopper_bwd_send,
+    hopper_bwd_steps,
     hopper_call,
     hopper_d_query_parts,
     hopper_fwd,
@@ -205,6 +209,7 @@ def _whole(ref: Any) -> Any:
 
 SHARED_PARTS = {
     hopper_fwd: (forward_parts,),
+    hopper_bwd: (hopper_bwd_d_query, hopper_bwd_load, hopper_bwd_send, hopper_bwd_steps),
     hopper_bwd_apart: (hopper_d_query_parts,),
     hopper_bwd_deep_query: (hopper_d_query_parts,),
 }

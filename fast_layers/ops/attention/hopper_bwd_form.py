@@ -1,0 +1,226 @@
+"""One launch of attention's backward for Hopper at depths up to 128: what is known in tracing, and its scratch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.kernel_parts.tile_order import TileOrder
+from fast_layers.ops.attention import hopper_bwd_pieces
+from fast_layers.ops.attention.config import HopperBackwardTiles, sees_all
+from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE
+from fast_layers.ops.attention.hopper_bwd_scores import LeftScores
+from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.hopper_grad_parts import Operands, summed_dtype
+from fast_layers.ops.attention.problem import Problem
+from fast_layers.ops.attention.tile_logits import TileLogits
+from fast_layers.ops.attention.tile_mask import TileMask
+
+WARPGROUPS = 2
+RESULT_PARTS = 2
+"""Of dK and dV, by columns of 16 bits, that fit where as many columns of dQ do."""
+_SUMMED_COLUMNS = 32
+"""Of dK or dV in float32, that fit where a warpgroup's half of a step's dS does."""
+_FEW_TILES = 4
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Form:
+    """What follows from the problem, its tiles and the operands' shapes."""
+
+    problem: Problem
+    tiles: HopperBackwardTiles
+    qk_dim: int
+    """As padded, like `v_dim`."""
+    v_dim: int
+    left: LeftScores | None
+    """Where dS is left, of which another kernel makes dQ; None where this one does."""
+    with_units: bool
+    """Of dQ's integers."""
+    order: TileOrder
+    schedule: np.ndarray | None
+    """Of the pieces, for a persistent grid."""
+
+    @classmethod
+    def of(cls, p: Problem, tiles: HopperBackwardTiles, operands: Operands, left: LeftScores | None) -> Form:
+        qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
+        heads, pairs = (p.group, p.batch * p.kv_heads) if left is None else (left.heads, left.pairs)
+        kv_tiles = -(-p.kv_len // KV_TILE)
+        bytes_per_head = heads * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
+        fits_first = hopper_bwd_pieces.fits_first(p, tiles, kv_tiles)
+        order = hopper_bwd_pieces.piece_order(pairs, kv_tiles, bytes_per_head, fits_first)
+        schedule = hopper_bwd_pieces.schedule(p, tiles, order) if qk_dim == v_dim else None
+        return cls(p, tiles, qk_dim, v_dim, left, operands.units is not None, order, schedule)
+
+    @property
+    def persistent(self) -> bool:
+        return self.schedule is not None
+
+    @property
+    def blocks(self) -> int:
+        return self.tiles.blocks if self.persistent else self.order.total
+
+    @property
+    def lags(self) -> bool:
+        """Whether dQ is made here, a step behind."""
+        return self.left is None
+
+    @property
+    def q_tile(self) -> int:
+        return self.tiles.q_tile
+
+    @property
+    def ring(self) -> int:
+        """Slots for queries and output gradients."""
+        return self.tiles.stages
+
+    @property
+    def halves(self) -> int:
+        """Of a tile of queries, by as many as dS has in one of its tiles."""
+        return self.q_tile // ROWS
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the warpgroups share dQ's tile by rows, where there are two times 64; else by columns."""
+        return self.q_tile == WARPGROUPS * ROWS
+
+    @property
+    def panels(self) -> int:
+        """Of K's columns."""
+        return 1 if self.by_rows else WARPGROUPS
+
+    @property
+    def panel(self) -> int:
+        """Columns of one."""
+        return self.qk_dim // self.panels
+
+    @property
+    def pairs(self) -> int:
+        """Of an example and a key/value head."""
+        return self.order.heads
+
+    @property
+    def heads(self) -> int:
+        """Of the query heads that share a key/value head, as many as are gone through."""
+        return self.problem.group if self.left is None else self.left.heads
+
+    @property
+    def sums(self) -> bool:
+        """Whether dK and dV are added to those of the other query heads."""
+        return self.heads < self.problem.group
+
+    @property
+    def keeps_barriers(self) -> bool:
+        """Whether there are the barriers that JAX puts around what goes to shared memory.
+
+        In a persistent grid they are not needed: what the warps of a warpgroup leave for one another, or for a copy,
+        stands before a commit, and at the kernel's own barriers all of them arrive. Some calls were faster with them.
+        """
+        p = self.problem
+        timed = sees_all(p) and max(p.qk_dim, p.v_dim) <= 64 and self.order.tiles > _FEW_TILES
+        return not self.persistent or timed
+
+    def scratch_types(self) -> dict[str, Any]:
+        """Of `Scratch`, but for those that share their memory, which are `told_apart`."""
+        dtype, ring, lags = self.problem.dtype, self.ring, self.lags
+        types = {
+            "k_slots": smem_tile(2 if lags and self.persistent else 1, self.panels, KV_TILE, self.panel, dtype=dtype),
+            "v_slot": smem_tile(WARPGROUPS, ROWS, self.v_dim, dtype=dtype),
+            "q_slots": smem_tile(ring, self.q_tile, self.qk_dim, dtype=dtype),
+            "d_out_slots": smem_tile(ring, self.q_tile, self.v_dim, dtype=dtype),
+            "d_scores": smem_tile(
+                *((2, self.halves, KV_TILE) if lags else (2 * self.halves * WARPGROUPS, ROWS)), ROWS, dtype=dtype
+            ),
+            "row_slots": plgpu.SMEM((2 + self.with_units, ring, self.q_tile), jnp.float32),
+            "kv_ready": plgpu.Barrier(num_arrivals=self.panels + WARPGROUPS),
+            "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=ring),
+            "d_out_ready": plgpu.Barrier(num_arrivals=2 + self.with_units, num_barriers=ring),
+            "q_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
+            "d_out_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=ring),
+            "queries_mended": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        }
+        if self.persistent:
+            types["kv_consumed"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
+        if lags:
+            for name in ("scores_ready", "scores_consumed"):
+                types[name] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2)
+            d_query_slots = smem_tile(WARPGROUPS, ROWS, self.panel, dtype=summed_dtype(self.problem))
+            if self.persistent:
+                results = smem_tile(WARPGROUPS, RESULT_PARTS, ROWS, self.panel, dtype=dtype)
+                types["dQ or results"] = plgpu.RefUnion(d_query_slots, results)
+            else:
+                types |= {"d_query_slots": d_query_slots, "keys_left": plgpu.Barrier(num_arrivals=WARPGROUPS)}
+        if self.sums:
+            sum_slots = smem_tile(2 * WARPGROUPS, ROWS, _SUMMED_COLUMNS, dtype=jnp.float32)
+            types["dS or sums"] = plgpu.RefUnion(types.pop("d_scores"), sum_slots)
+        return types
+
+    def told_apart(self, refs: dict[str, Any]) -> dict[str, Any]:
+        """In a kernel: what `scratch_types` made, by the names of `Scratch`."""
+        refs = dict(refs)
+        if self.persistent and self.lags:
+            refs["d_query_slots"], refs["result_slots"] = refs.pop("dQ or results")
+        if self.sums:
+            refs["d_scores"], refs["sum_slots"] = refs.pop("dS or sums")
+        return refs
+
+    def key_slot(self, turn: Any) -> Any:
+        """In a kernel: of the slots for K, that of a block's `turn`-th piece."""
+        return lax.rem(turn, 2) if self.lags and self.persistent else 0
+
+
+class Scratch(NamedTuple):
+    """What a block holds in shared memory: tiles, and the barriers named after the event that they wait for."""
+
+    k_slots: Any
+    v_slot: Any
+    q_slots: Any
+    d_out_slots: Any
+    d_scores: Any
+    row_slots: Any
+    kv_ready: Any
+    q_ready: Any
+    d_out_ready: Any
+    q_consumed: Any
+    d_out_consumed: Any
+    queries_mended: Any
+    scores_ready: Any = None
+    scores_consumed: Any = None
+    d_query_slots: Any = None
+    result_slots: Any = None
+    sum_slots: Any = None
+    keys_left: Any = None
+    kv_consumed: Any = None
+
+
+class Role(NamedTuple):
+    """A compute warpgroup in a launch."""
+
+    form: Form
+    inputs: Any
+    scratch: Scratch
+    mask: TileMask
+    logits: TileLogits
+    last_ref: Any
+    """dQ in the GPU's memory, or dS for it."""
+    visits: Any
+    warpgroup: Any
+    own: Any
+    """Its 64 of a tile of keys."""
+
+
+class Before(NamedTuple):
+    """The step before: how many there were up to it, its query head and tile, and the units of its rows."""
+
+    steps: Any
+    example: Any = None
+    head: Any = None
+    q_index: Any = None
+    k_index: Any = None
+    units: Any = None
