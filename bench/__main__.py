@@ -10,10 +10,13 @@ COMMANDS = ("attention", "compiled", "decode", "host_cost", "mamba2", "memory", 
 
 
 def main() -> None:
+    usage = f"python -m bench {{{' | '.join(COMMANDS)}}} [options]"
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(f"{usage}; --help behind a name shows its options")
+        return
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
-        wanted = " | ".join(COMMANDS)
         given = " ".join(sys.argv[1:]) or "nothing"
-        raise SystemExit(f"python -m bench {{{wanted}}} [options]: got {given}; --help behind a name shows its options")
+        raise SystemExit(f"{usage}: got {given}; --help behind a name shows its options")
     command = sys.argv.pop(1)
     importlib.import_module(f"bench.{command}").main()
 

@@ -1,5 +1,8 @@
 """Drop-in Flax layers for language models. See https://arxiv.org/abs/2307.08691 for the idea behind FlashMHA."""
 
+import importlib
+import typing
+
 from fast_layers import masks as masks
 from fast_layers._version import __version__ as __version__
 from fast_layers.dispatch import Explanation as Explanation
@@ -25,6 +28,13 @@ from fast_layers.ops.selective_scan import selective_scan as selective_scan
 from fast_layers.ops.selective_scan import selective_scan_step as selective_scan_step
 from fast_layers.ops.ssd import ssd as ssd
 from fast_layers.ops.ssd import ssd_step as ssd_step
+
+if typing.TYPE_CHECKING:
+    from fast_layers import checkpoints as checkpoints
+    from fast_layers import linen as linen
+    from fast_layers import testing as testing
+
+_LOADED_WHEN_ASKED_FOR = ("checkpoints", "linen", "testing")
 
 __all__ = [
     "ATTENTION_RESIDUAL_NAMES",
@@ -52,3 +62,9 @@ __all__ = [
     "ssd_step",
     "use_backends",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _LOADED_WHEN_ASKED_FOR:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

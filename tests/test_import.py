@@ -8,6 +8,8 @@ import subprocess
 import sys
 import types
 
+import pytest
+
 import fast_layers
 
 LIMIT_SECONDS = 0.3  # of CPU time, which other processes hardly change
@@ -67,6 +69,17 @@ def test_all_is_complete():
     assert public == set(fast_layers.__all__)
     assert len(fast_layers.__all__) == len(public)
     assert isinstance(fast_layers.__version__, str)
+
+
+def test_parts_are_loaded_when_asked_for():
+    """Without an import of their own, as README and docs name them."""
+    program = (
+        "import sys, fast_layers; assert not {'fast_layers.linen', 'fast_layers.checkpoints'} & set(sys.modules); "
+        "fast_layers.linen.FlashMHA, fast_layers.checkpoints.load_mamba2, fast_layers.testing.simulate"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    with pytest.raises(AttributeError, match="module 'fast_layers' has no attribute 'nothing'"):
+        fast_layers.nothing  # noqa: B018
 
 
 def test_public_objects_are_documented():

@@ -40,12 +40,13 @@ Key = shared_memory.HostAllocationKey
 
 
 class Findings:
-    """Races, and the first error that stopped the kernel. Filled by many threads."""
+    """Whether a kernel ran, its races, and the first error that stopped it. Filled by many threads."""
 
     def __init__(self):
         self._lock = threading.Lock()
         self._races: list[str] = []
         self.failure: BaseException | None = None
+        self.kernel_ran = False
 
     def add_race(self, message: str) -> None:
         with self._lock:
@@ -68,6 +69,7 @@ class Machine(shared_memory.GPUSharedMemory):
 
     def reset_per_cluster_state(self) -> None:
         super().reset_per_cluster_state()
+        self.findings.kernel_ran = True
         # Per warpgroup, oldest first: (clock at which the matmul is done, its accumulator).
         self.wgmmas_in_flight = collections.defaultdict(collections.deque)
         # Per barrier, per block: clocks of that block's finished shares of collective copies.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import numbers
 import os
 import threading
 import time
@@ -47,6 +48,7 @@ class Simulation:
     failure: str | None
     seconds: float
     _outputs: Any = dataclasses.field(repr=False)
+    _kernel_ran: bool = dataclasses.field(repr=False)
 
     @property
     def races_found(self) -> bool:
@@ -98,20 +100,27 @@ def simulate(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, detect_
       detect_races: look for races; without it kernels run faster.
 
     Raises:
-      ValueError: if XLA:CPU has too few threads to run the kernel's; see NPROC below.
+      ValueError: if no such kernel ran, or XLA:CPU has too few threads to run the kernel's; see NPROC below.
 
     XLA:CPU makes as many threads as there are cores, or as the environment variable NPROC says when jax starts. Set
     NPROC=32 before jax is imported. One simulation runs at a time.
     """
-    return simulated(fn, timeout=timeout, detect_races=detect_races)(*args)
+    simulation = simulated(fn, timeout=timeout, detect_races=detect_races)(*args)
+    if not (simulation._kernel_ran or simulation.faulty):
+        raise ValueError(
+            f"{fn!r} ran no Mosaic-GPU kernel, so there was nothing to simulate: give a function that calls one "
+            "made by plgpu.kernel (an op of fast_layers takes its kernels on their GPUs only)"
+        )
+    return simulation
 
 
 def simulated(
     fn: Callable[..., Any], *, timeout: float = 120.0, detect_races: bool = True
 ) -> Callable[..., Simulation]:
-    """As `simulate`, for several calls: those with arrays of the same shapes are traced and compiled once."""
+    """As `simulate`, for several calls: those with arrays of the same shapes are traced and compiled once. A call may
+    run no kernel."""
     _check_pool()
-    if not timeout > 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not float(timeout) > 0:
         raise ValueError(f"timeout={timeout!r}: must be a positive number of seconds")
     params = plgpu.InterpretGPUParams(
         detect_races=detect_races,
@@ -135,7 +144,7 @@ def simulated(
             finally:
                 gpu_callbacks.reset_gpu_interpret_mode_state()
         failure = None if findings.failure is None else _first_words(findings.failure)
-        return Simulation(findings.races, failure, time.monotonic() - started, outputs)
+        return Simulation(findings.races, failure, time.monotonic() - started, outputs, findings.kernel_ran)
 
     return run
 

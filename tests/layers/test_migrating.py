@@ -15,7 +15,6 @@ from closeness import assert_bitwise_equal
 from flax import nnx
 
 import fast_layers
-import fast_layers.linen
 from layers.cases import jit
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()

@@ -158,5 +158,11 @@ def test_too_few_threads(monkeypatch):
 
 
 def test_timeout_must_be_positive():
-    with pytest.raises(ValueError, match="timeout=0: must be a positive number"):
-        simulate(lambda x: x, numbers(8, 8), timeout=0)
+    for timeout in (0, "x", True):
+        with pytest.raises(ValueError, match=f"timeout={timeout!r}: must be a positive number"):
+            simulate(lambda x: x, numbers(8, 8), timeout=timeout)
+
+
+def test_where_no_kernel_ran_nothing_is_well():
+    with pytest.raises(ValueError, match="ran no Mosaic-GPU kernel, so there was nothing to simulate"):
+        simulate(lambda x: x + 1, numbers(8, 8))
