@@ -17,6 +17,7 @@ from fast_layers.layers.mamba2_options import Mamba2Options
 from fast_layers.ops.conv1d import causal_conv1d, causal_conv1d_step
 from fast_layers.ops.gated_norm import gated_rms_norm
 from fast_layers.ops.ssd import ssd, ssd_step
+from fast_layers.ops.ssd.check import document_ids
 
 
 class Mamba2State(NamedTuple):
@@ -92,7 +93,7 @@ def mix(
     rows = math.prod(batch)
     projected = projected.reshape(rows, *projected.shape[-2:])
     if segment_ids is not None:
-        segment_ids = jnp.asarray(segment_ids)
+        segment_ids = document_ids(segment_ids)
         if segment_ids.ndim > 1:
             _check_ids(segment_ids, (*batch, length))
             segment_ids = segment_ids.reshape(rows, length)

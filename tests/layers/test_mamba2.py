@@ -463,6 +463,16 @@ STATE = fast_layers.Mamba2State(np.zeros((2, 44, 3), np.float32), np.zeros((2, 4
 BAD_CALLS = {
     "features": ({"u": ZEROS[..., :5]}, r"u must be \[batch.., length, d_model\] with d_model=16, got \(2, 11, 5\)"),
     "segment ids": ({"segment_ids": np.zeros((2, 3), int)}, r"segment_ids must have shape \(2, 11\) or \(11,\), got"),
+    "segment ids of 64 bits": (
+        {"segment_ids": np.array([0] * 5 + [2**32] * 6)},
+        r"segment_ids must fit in int32, got 4294967296; number them: np.unique",
+    ),
+    "segment ids of 64 bits for each row": (
+        {"segment_ids": np.full((2, T), 2**40, np.uint64)},
+        "segment_ids must fit in int32, got 1099511627776",
+    ),
+    "segment ids in a list": ({"segment_ids": [0] * 10 + [2**40]}, "segment_ids must fit in int32, got 1099511627776"),
+    "text for segment ids": ({"segment_ids": "x"}, "segment_ids is 'x': must be integers"),
     "state": (
         {"initial_state": (STATE.conv[..., :2], STATE.ssm)},
         r"initial_state: .*\(2, 44, 3\) and \(2, 4, 8, 6\) .*got \(2, 44, 2\)",

@@ -272,6 +272,10 @@ BAD = {
     "softplus": ({"dt_softplus": 1}, ["dt_softplus=1", "True or False"]),
     "chunk": ({"chunk_size": 0}, ["chunk_size=0", "int >= 1"]),
     "segments": ({"segment_ids": np.zeros((2, 6), int)}, ["segment_ids must have shape", "(2, 7)", "(2, 6)"]),
+    "segments of 64 bits": (
+        {"segment_ids": np.array([0, 0, 0, 0, 2**32, 2**32, 2**32], np.uint64)},
+        ["segment_ids must fit in int32", "4294967296", "np.unique(ids, return_inverse=True)"],
+    ),
     "backend": ({"implementation": "triton"}, ["'triton' is unknown", "xla, reference"]),
 }
 
