@@ -183,8 +183,9 @@ def _check_state(name: str, state: Array, batch: int, channels: int, width: int)
 
 
 def _check_activation(activation: Any) -> str | None:
-    name = "silu" if activation == "swish" else activation
-    if name not in ACTIVATIONS:
+    named = activation is None or isinstance(activation, str)
+    name = "silu" if named and activation == "swish" else activation
+    if not named or name not in ACTIVATIONS:
         raise ValueError(f'activation={activation!r}: must be None, "silu" or "swish"; apply others to the output')
     return name
 

@@ -267,6 +267,8 @@ BAD = {
     "channels of w": ({"w": KERNEL.T}, r"w must have shape \(taps, channels\) = \(1 or more, 3\), got \(3, 4\)"),
     "shape of b": ({"b": np.zeros(4, np.float32)}, r"b must have shape \(channels,\) = \(3,\), got \(4,\)"),
     "activation": ({"activation": "gelu"}, "activation='gelu': must be None"),
+    "activation in a list": ({"activation": ["silu"]}, r"activation=\['silu'\]: must be None, \"silu\" or \"swish\""),
+    "activation of arrays": ({"activation": KERNEL[:, 0]}, "activation=array.*: must be None"),
     "flag": ({"return_final_state": "no"}, "return_final_state='no': must be True or False"),
     "state of mamba_ssm": ({"initial_state": np.zeros((2, 3, 4), np.float32)}, r"got .*cache\[..., 1:\]"),
     "shape of ids": ({"segment_ids": np.zeros((5, 2), int)}, r"segment_ids must have shape .*got \(5, 2\)"),
