@@ -212,6 +212,23 @@ def test_decoding_where_implicit_promotion_is_forbidden():
         assert made(u[:, -1:], decode=True).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("batch", [(0,), (2, 0)], ids=str)
+def test_no_examples(batch):
+    made, u = layer(), np.zeros((*batch, T, F), np.float32)
+    graph, state = nnx.split(made)
+
+    def loss(state, u):
+        y, after = nnx.merge(graph, state)(u, segment_ids=np.zeros((*batch, T), int), return_final_state=True)
+        assert y.shape == u.shape
+        assert after.ssm.shape == (*batch, 4, 8, 6)
+        return y.sum()
+
+    gradients = jit(jax.grad(loss, argnums=(0, 1)))(state, u)
+    jax.tree.map(lambda gradient, x: np.testing.assert_array_equal(gradient, np.zeros_like(x)), gradients, (state, u))
+    made.init_cache(u.shape)
+    assert made(u[..., :1, :], decode=True).shape == (*batch, 1, F)
+
+
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 def test_any_number_of_batch_dims(batch):
     made, u = layer(), text((*batch, T, F))

@@ -98,7 +98,6 @@ def _check(given: Inputs, rows: tuple[str, ...], state: str = "initial_state") -
     groups, state_dim = given.B.shape[-2:]
     shown = f"x {given.x.shape}, B {given.B.shape}"
     for name, size in (
-        ("batch", leading[0]),
         ("heads", heads),
         ("head_dim", head_dim),
         ("groups", groups),
