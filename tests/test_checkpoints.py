@@ -359,6 +359,9 @@ def test_parameters_that_do_not_fit():
 
 BAD_CONFIGS = {
     "mamba 1": (STATE_SPACES | {"ssm_cfg": {}}, "ssm_cfg.layer is None: must be"),
+    "a list": ([1], "config.json holds a list: must be an object"),
+    "no ssm_cfg": (STATE_SPACES | {"ssm_cfg": None}, 'ssm_cfg=None: must be an object, with layer "Mamba2"'),
+    "a flag": (STATE_SPACES | {"tie_embeddings": "no"}, "tie_embeddings='no': must be True or False"),
     "attention": (STATE_SPACES | {"attn_layer_idx": [1]}, r"attn_layer_idx=\[1\]: only models of Mamba-2 blocks"),
     "layer norm": (STATE_SPACES | {"rms_norm": False}, "rms_norm is false"),
     "unknown": (STATE_SPACES | {"ssm_cfg": {"layer": "Mamba2", "q": 1}}, "ssm_cfg has q: .* does not know that"),
@@ -381,8 +384,65 @@ def test_configs_that_do_not_fit(content, message):
         Mamba2LMConfig.from_json(content)
 
 
+def test_configs_of_another_type():
+    for limit in (3, (1, 2, 3), ("x", 1)):
+        with pytest.raises(ValueError, match=r"dt_limit=.*: must be a pair of numbers"):
+            Mamba2LMConfig(16, 2, 37, headdim=8, dt_limit=limit)
+    tensors, wanted = published(), "config is a dict: must be a Mamba2LMConfig; Mamba2LMConfig.from_json makes one"
+    for misused in (
+        lambda: checkpoints.params_of(tensors, STATE_SPACES),
+        lambda: checkpoints.tensors_of({}, STATE_SPACES),
+        lambda: checkpoints.tensor_shapes(STATE_SPACES),
+        lambda: checkpoints.Mamba2LM(STATE_SPACES, rngs=nnx.Rngs(0)),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            misused()
+
+
+def test_files_that_are_damaged(tmp_path):
+    folder = write(tmp_path, published())
+    whole = {file: file.read_bytes() for file in folder.iterdir()}
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    index = folder / "model.safetensors.index.json"
+    again = re.escape("download or copy it again")
+    for file, content, message in (
+        (weights, whole[weights][:-5], rf"is damaged or no safetensors file \(.*\): {again}; of a pytorch_model.bin"),
+        (weights, b"", "is damaged or no safetensors file"),
+        (config, whole[config][:-5], rf"is damaged or no JSON \(.*\): {again}"),
+        (config, b"\xff\xfe", "is damaged or no JSON"),
+        (config, b"[1]", "holds a list: must be an object"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(file.name) + ".*" + message):
+            checkpoints.load_mamba2(folder)
+        file.write_bytes(whole[file])
+    weights.unlink()
+    for content, message in (
+        ("{", "is damaged or no JSON"),
+        ("[]", "must be an object with weight_map"),
+        ('{"weight_map": {"a": ["b"]}}', "must be an object with weight_map"),
+    ):
+        index.write_text(content)
+        with pytest.raises(ValueError, match=re.escape(str(index)) + ".*" + message):
+            checkpoints.load_mamba2(folder)
+
+
+def test_what_is_no_model_is_not_saved(tmp_path):
+    with pytest.raises(ValueError, match="model is a dict: must be a Mamba2LM, as load_mamba2 returns"):
+        checkpoints.save_mamba2({}, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_files_that_are_not_there(tmp_path):
+    config = Mamba2LMConfig.from_json(STATE_SPACES)
+    for given in (None, config):
+        with pytest.raises(
+            FileNotFoundError, match=r"^state-spaces/no-such-model: .* nothing is downloaded; .*snapshot"
+        ):
+            checkpoints.load_mamba2("state-spaces/no-such-model", given)
+    with pytest.raises(ValueError, match="config is a dict: must be a Mamba2LMConfig"):
+        checkpoints.load_mamba2(tmp_path, STATE_SPACES)
     with pytest.raises(FileNotFoundError, match=r"config.json is not there: pass config="):
         checkpoints.load_mamba2(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"model.safetensors is not there; a pytorch_model.bin becomes one"):
-        checkpoints.load_mamba2(tmp_path, Mamba2LMConfig.from_json(STATE_SPACES))
+        checkpoints.load_mamba2(tmp_path, config)

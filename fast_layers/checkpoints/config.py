@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from fast_layers.layers.mamba2_options import Mamba2Options
+from fast_layers.ops.static_options import flag
 
 Layout = Literal["state-spaces", "huggingface"]
 LAYOUTS: tuple[Layout, Layout] = ("state-spaces", "huggingface")
@@ -102,9 +103,10 @@ class Mamba2LMConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be an int, at least 1")
-        low, high = (float(limit) for limit in self.dt_limit)
-        object.__setattr__(self, "dt_limit", (low, high))
-        _ = self.mixer_options  # rejects what no mixer has
+        for name in ("tie_embeddings", "residual_in_fp32", "bias", "conv_bias"):
+            flag(name, getattr(self, name))
+        # The options reject what no mixer has.
+        object.__setattr__(self, "dt_limit", self.mixer_options.dt_limit)
 
     @property
     def vocab_rows(self) -> int:
@@ -127,6 +129,8 @@ class Mamba2LMConfig:
 
         Raises ValueError for a model of another kind, and for settings that Mamba-2 here does not have.
         """
+        if not isinstance(content, Mapping):
+            raise ValueError(f"config.json holds a {type(content).__name__}: must be an object, of settings by name")
         content = _untagged(content)
         return _from_huggingface(content) if "model_type" in content else _from_state_spaces(content)
 
@@ -172,7 +176,10 @@ class Mamba2LMConfig:
 
 
 def _from_state_spaces(content: Mapping[str, Any]) -> Mamba2LMConfig:
-    mixer = dict(content.get("ssm_cfg", {}))
+    mixer = content.get("ssm_cfg", {})
+    if not isinstance(mixer, Mapping):
+        raise ValueError(f'config.json: ssm_cfg={mixer!r}: must be an object, with layer "Mamba2"')
+    mixer = dict(mixer)
     if mixer.get("layer", "Mamba1") != "Mamba2":
         raise ValueError(f'config.json: ssm_cfg.layer is {mixer.get("layer")!r}: must be "Mamba2"')
     for name in ("d_intermediate", "attn_layer_idx"):
@@ -238,6 +245,14 @@ def _complete(fields: dict[str, Any]) -> dict[str, Any]:
     if missing:
         raise ValueError(f"config.json: no {', '.join(missing)}; is it the config of a Mamba-2 model?")
     return fields
+
+
+def check_config(config: Mamba2LMConfig) -> None:
+    if not isinstance(config, Mamba2LMConfig):
+        raise ValueError(
+            f"config is a {type(config).__name__}: must be a Mamba2LMConfig; Mamba2LMConfig.from_json makes one of "
+            "what a config.json holds"
+        )
 
 
 def check_layout(layout: str) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fast_layers.checkpoints.config import Layout, Mamba2LMConfig, check_layout
+from fast_layers.checkpoints.config import Layout, Mamba2LMConfig, check_config, check_layout
 from fast_layers.checkpoints.mamba2_lm import Mamba2LM
 from fast_layers.checkpoints.tensors import params_of, tensors_of
 
@@ -36,16 +36,22 @@ def load_mamba2(
         file, bit for bit.
 
     Raises:
-      FileNotFoundError: no such file.
+      FileNotFoundError: no such folder or file; nothing is downloaded.
       ImportError: the package safetensors is not installed.
-      ValueError: tensors or settings that are not those of such a model.
+      ValueError: tensors or settings that are not those of such a model, or damaged files.
     """
     path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path}: there is no such folder or file on this machine, and nothing is downloaded; do that first, e.g. "
+            "with huggingface_hub.snapshot_download(name), which returns the folder"
+        )
     if config is None:
         folder = path if path.is_dir() else path.parent
         if not (folder / CONFIG).is_file():
             raise FileNotFoundError(f"{folder / CONFIG} is not there: pass config=Mamba2LMConfig(...)")
-        config = Mamba2LMConfig.from_json(json.loads((folder / CONFIG).read_text()))
+        config = Mamba2LMConfig.from_json(_json(folder / CONFIG))
+    check_config(config)
     params = params_of(_read(path), config)
     own_dtype = params["embed"]["embedding"].dtype if param_dtype is None else param_dtype
     model = nnx.eval_shape(lambda: Mamba2LM(config, dtype=dtype, param_dtype=own_dtype, rngs=nnx.Rngs(0)))
@@ -68,8 +74,13 @@ def save_mamba2(model: Mamba2LM, folder: str | os.PathLike[str], layout: Layout 
 
     Raises:
       ImportError: the package safetensors is not installed.
-      ValueError: settings that the layout does not have; or an index that is none.
+      ValueError: what is no Mamba2LM; settings that the layout does not have; or an index that is none.
     """
+    if not isinstance(model, Mamba2LM):
+        raise ValueError(
+            f"model is a {type(model).__name__}: must be a Mamba2LM, as load_mamba2 returns; tensors_of gives the "
+            "tensors of parameters in nested dicts"
+        )
     check_layout(layout)
     content = model.config.to_json(layout)
     tensors = tensors_of(nnx.to_pure_dict(nnx.state(model, nnx.Param)), model.config, layout)
@@ -78,7 +89,7 @@ def save_mamba2(model: Mamba2LM, folder: str | os.PathLike[str], layout: Layout 
     stale = _parts(folder)
     partial = {name: folder / f"{name}.partial" for name in (WEIGHTS, CONFIG)}
     try:
-        _safetensors().save_file(tensors, partial[WEIGHTS], metadata={"format": "pt"})
+        _safetensors().numpy.save_file(tensors, partial[WEIGHTS], metadata={"format": "pt"})
         partial[CONFIG].write_text(json.dumps(content, indent=2) + "\n")
         for name, file in partial.items():
             file.replace(folder / name)
@@ -105,7 +116,14 @@ def _read(path: Path) -> dict[str, np.ndarray]:
             raise FileNotFoundError(
                 f"{file} is not there; a pytorch_model.bin becomes one with torch.load and safetensors.torch.save_file"
             )
-        tensors |= _safetensors().load_file(file)
+        safetensors = _safetensors()
+        try:
+            tensors |= safetensors.numpy.load_file(file)
+        except safetensors.SafetensorError as error:
+            raise ValueError(
+                f"{file} is damaged or no safetensors file ({error}): download or copy it again; of a "
+                "pytorch_model.bin torch.load and safetensors.torch.save_file make one"
+            ) from error
     return tensors
 
 
@@ -113,10 +131,18 @@ def _parts(folder: Path) -> list[str]:
     """Names of the files that the index lists; none without an index."""
     if not (folder / INDEX).is_file():
         return []
-    content = json.loads((folder / INDEX).read_text())
-    if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
+    content = _json(folder / INDEX)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{folder / INDEX}: must be an object with weight_map, the file of each tensor")
-    return sorted(set(content["weight_map"].values()))
+    return sorted(set(weight_map.values()))
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is damaged or no JSON ({error}): download or copy it again") from error
 
 
 def _safetensors() -> ModuleType:
@@ -126,4 +152,4 @@ def _safetensors() -> ModuleType:
         raise ImportError(
             "reading and writing checkpoints needs the package safetensors: pip install fast-layers[checkpoints]"
         ) from error
-    return safetensors.numpy
+    return safetensors

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from fast_layers.checkpoints.config import Mamba2LMConfig
+from fast_layers.checkpoints.config import Mamba2LMConfig, check_config
 from fast_layers.layers.mamba2 import Mamba2
 
 
@@ -39,6 +39,7 @@ class Mamba2LM(nnx.Module):
     """
 
     def __init__(self, config: Mamba2LMConfig, *, dtype: Any = None, param_dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        check_config(config)
         self.config = config
         # Of the parameters where none is said: rows of an embedding alone do not promote to anything.
         dtype = param_dtype if dtype is None else dtype

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fast_layers.checkpoints.config import Layout, Mamba2LMConfig, check_layout
+from fast_layers.checkpoints.config import Layout, Mamba2LMConfig, check_config, check_layout
 
 EMBEDDING_NAMES = {"state-spaces": "backbone.embedding.weight", "huggingface": "backbone.embeddings.weight"}
 HEAD_NAME = "lm_head.weight"
@@ -68,6 +68,7 @@ def _entries(config: Mamba2LMConfig, layout: Layout) -> Iterator[_Entry]:
 
 def tensor_shapes(config: Mamba2LMConfig, layout: Layout = "state-spaces") -> dict[str, tuple[int, ...]]:
     """The published names and shapes; a tied head, which files may leave out, is left out."""
+    check_config(config)
     check_layout(layout)
     return {entry.name: entry.shape for entry in _entries(config, layout)}
 
@@ -82,6 +83,7 @@ def params_of(tensors: Mapping[str, np.ndarray], config: Mamba2LMConfig) -> dict
     Raises:
       ValueError: missing, unknown or wrongly shaped tensors, all of them named.
     """
+    check_config(config)
     layout = layout_of(tensors)
     tensors = dict(tensors)
     if config.tie_embeddings and HEAD_NAME in tensors:
@@ -116,6 +118,7 @@ def tensors_of(
     Raises:
       ValueError: missing or wrongly shaped parameters, all of them named.
     """
+    check_config(config)
     check_layout(layout)
     tensors, missing = {}, []
     for entry in _entries(config, layout):

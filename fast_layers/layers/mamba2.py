@@ -24,6 +24,7 @@ from fast_layers.layers.mamba2_mixer import (
     refuse_in_decode,
 )
 from fast_layers.layers.mamba2_options import Mamba2Options
+from fast_layers.ops.static_options import flag
 
 _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
@@ -124,6 +125,8 @@ class Mamba2(nnx.Module):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
+        for name, given in (("bias", bias), ("conv_bias", conv_bias), ("decode", decode)):
+            flag(name, given)
         self.options = o = Mamba2Options(
             d_model=d_model,
             d_state=d_state,
@@ -224,8 +227,10 @@ class Mamba2(nnx.Module):
         Returns:
           y [*B, T, F]; with `return_final_state` a pair (y, state).
         """
-        check_input(self.options, u)
+        u = check_input(self.options, u)
         decoding = self.decode if decode is None else decode
+        flag("decode", decoding)
+        flag("return_final_state", return_final_state)
         if decoding:
             initial_state = self._cached_state(u, segment_ids, initial_state)
         elif initial_state is not None:

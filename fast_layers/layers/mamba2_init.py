@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ Initializer = Callable[..., Array]
 
 def projection(n_layer: int = 1) -> Initializer:
     """PyTorch's default for linear and convolution weights, uniform up to 1 / sqrt(fan_in), over sqrt(n_layer)."""
+    if not isinstance(n_layer, numbers.Integral) or isinstance(n_layer, bool) or n_layer < 1:
+        raise ValueError(f"{n_layer=}: must be an int, at least 1")
     return jax.nn.initializers.variance_scaling(1 / (3 * n_layer), "fan_in", "uniform")
 
 
@@ -29,7 +32,11 @@ def uniform(bound: float) -> Initializer:
 
 def convolution(conv_init: float | None) -> Initializer:
     """Uniform up to `conv_init`; None: as a projection's."""
-    return projection() if conv_init is None else uniform(conv_init)
+    if conv_init is None:
+        return projection()
+    if not _is_number(conv_init) or conv_init < 0:
+        raise ValueError(f"{conv_init=}: must be a number, 0 or more, or None for 1 / sqrt(taps)")
+    return uniform(conv_init)
 
 
 def convolution_bias(width: int) -> Initializer:
@@ -39,10 +46,10 @@ def convolution_bias(width: int) -> Initializer:
 
 def dt_bias(dt_min: float, dt_max: float, dt_init_floor: float) -> Initializer:
     """What softplus turns into step sizes that are log-uniform in [dt_min, dt_max] and at least dt_init_floor."""
-    if not 0 < dt_min <= dt_max:
-        raise ValueError(f"{dt_min=}, {dt_max=}: step sizes need 0 < dt_min <= dt_max")
-    if not dt_init_floor > 0:
-        raise ValueError(f"{dt_init_floor=}: must be above 0, which no softplus reaches")
+    if not (_is_number(dt_min) and _is_number(dt_max) and 0 < dt_min <= dt_max):
+        raise ValueError(f"{dt_min=}, {dt_max=}: step sizes need 0 < dt_min <= dt_max, two numbers")
+    if not _is_number(dt_init_floor) or not dt_init_floor > 0:
+        raise ValueError(f"{dt_init_floor=}: must be a number above 0, which no softplus reaches")
 
     def init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         log_dt = jax.random.uniform(key, shape, dtype, math.log(dt_min), math.log(dt_max))
@@ -54,11 +61,16 @@ def dt_bias(dt_min: float, dt_max: float, dt_init_floor: float) -> Initializer:
 
 def a_log(A_init_range: tuple[float, float]) -> Initializer:
     """The logarithm of rates uniform in the range."""
+    pair = isinstance(A_init_range, tuple | list) and len(A_init_range) == 2 and all(map(_is_number, A_init_range))
+    if not pair or not 0 < A_init_range[0] <= A_init_range[1]:
+        raise ValueError(f"{A_init_range=}: rates need a pair of numbers (low, high), 0 < low <= high")
     low, high = A_init_range
-    if not 0 < low <= high:
-        raise ValueError(f"{A_init_range=}: rates need 0 < low <= high")
 
     def init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         return jnp.log(jax.random.uniform(key, shape, dtype, low, high))
 
     return init
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -16,7 +16,9 @@ from jaxtyping import Array, ArrayLike, Float
 from fast_layers.layers.mamba2_options import Mamba2Options
 from fast_layers.ops.conv1d import causal_conv1d, causal_conv1d_step
 from fast_layers.ops.gated_norm import gated_rms_norm
+from fast_layers.ops.operands import to_array
 from fast_layers.ops.ssd import ssd, ssd_step
+from fast_layers.ops.ssd.check import document_ids
 
 
 class Mamba2State(NamedTuple):
@@ -44,9 +46,14 @@ class MixerWeights(NamedTuple):
     norm_scale: Float[Array, " HP"] | None
 
 
-def check_input(options: Mamba2Options, u: Array) -> None:
+def check_input(options: Mamba2Options, u: ArrayLike) -> Array:
+    """As an array. Integers are taken: the projection promotes them."""
+    u = to_array("u", u)
+    if not any(jnp.issubdtype(u.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        raise ValueError(f"u has dtype {u.dtype}: must be real; pass u.real, or both parts as features")
     if u.ndim < 2 or u.shape[-1] != options.d_model:
         raise ValueError(f"u must be [batch.., length, d_model] with d_model={options.d_model}, got {u.shape}")
+    return u
 
 
 def check_state(options: Mamba2Options, state: Mamba2State, batch: tuple[int, ...], origin: str) -> Mamba2State:
@@ -55,7 +62,7 @@ def check_state(options: Mamba2Options, state: Mamba2State, batch: tuple[int, ..
         items = len(state) if isinstance(state, tuple | list) else None
         got = type(state).__name__ if items is None else f"{items} item{'' if items == 1 else 's'}"
         raise ValueError(f"{origin}: the state must be a pair (conv, ssm), as an earlier call returned; got {got}")
-    conv, ssm = (jnp.asarray(x) for x in state)
+    conv, ssm = (to_array(f"{origin}: {name}", x) for name, x in zip(Mamba2State._fields, state, strict=True))
     wanted = Mamba2State.shapes(options, batch)
     if (conv.shape, ssm.shape) != tuple(wanted):
         hint = ""
@@ -92,7 +99,7 @@ def mix(
     rows = math.prod(batch)
     projected = projected.reshape(rows, *projected.shape[-2:])
     if segment_ids is not None:
-        segment_ids = jnp.asarray(segment_ids)
+        segment_ids = document_ids(segment_ids)
         if segment_ids.ndim > 1:
             _check_ids(segment_ids, (*batch, length))
             segment_ids = segment_ids.reshape(rows, length)

@@ -8,6 +8,7 @@ from typing import Any
 
 from fast_layers.ops.ssd import check
 from fast_layers.ops.ssd.backends import BACKENDS
+from fast_layers.ops.static_options import flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Mamba2Options:
             _check_count(name, getattr(self, name))
         if self.d_ssm is not None:
             _check_count("d_ssm", self.d_ssm)
+        for name in ("D_has_hdim", "rmsnorm", "norm_before_gate"):
+            flag(name, getattr(self, name))
         if self.scanned > self.d_inner:
             raise ValueError(
                 f"d_ssm={self.scanned} exceeds expand * d_model = {self.d_inner}: the channels that are scanned are "

@@ -15,6 +15,7 @@ from jaxtyping import Array, ArrayLike, Float
 from fast_layers.layers import mamba2_init as init
 from fast_layers.layers.mamba2_mixer import Mamba2State, MixerWeights, check_input, check_state, mix, refuse_in_decode
 from fast_layers.layers.mamba2_options import Mamba2Options
+from fast_layers.ops.static_options import flag
 
 
 class Mamba2(nn.Module):
@@ -71,7 +72,8 @@ class Mamba2(nn.Module):
     ) -> Any:
         """As `fast_layers.Mamba2`'s call, with `decode` an attribute."""
         o = self._options()
-        check_input(o, u)
+        u = check_input(o, u)
+        flag("return_final_state", return_final_state)
         batch = u.shape[:-2]
         cache = None
         if self.decode:
@@ -110,6 +112,8 @@ class Mamba2(nn.Module):
 
     @nn.nowrap
     def _options(self) -> Mamba2Options:
+        for name in ("bias", "conv_bias", "decode"):
+            flag(name, getattr(self, name))
         return Mamba2Options(
             d_model=self.d_model,
             d_state=self.d_state,

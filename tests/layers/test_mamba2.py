@@ -212,6 +212,23 @@ def test_decoding_where_implicit_promotion_is_forbidden():
         assert made(u[:, -1:], decode=True).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("batch", [(0,), (2, 0)], ids=str)
+def test_no_examples(batch):
+    made, u = layer(), np.zeros((*batch, T, F), np.float32)
+    graph, state = nnx.split(made)
+
+    def loss(state, u):
+        y, after = nnx.merge(graph, state)(u, segment_ids=np.zeros((*batch, T), int), return_final_state=True)
+        assert y.shape == u.shape
+        assert after.ssm.shape == (*batch, 4, 8, 6)
+        return y.sum()
+
+    gradients = jit(jax.grad(loss, argnums=(0, 1)))(state, u)
+    jax.tree.map(lambda gradient, x: np.testing.assert_array_equal(gradient, np.zeros_like(x)), gradients, (state, u))
+    made.init_cache(u.shape)
+    assert made(u[..., :1, :], decode=True).shape == (*batch, 1, F)
+
+
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 def test_any_number_of_batch_dims(batch):
     made, u = layer(), text((*batch, T, F))
@@ -446,8 +463,30 @@ BAD_OPTIONS = {
     "chunk": ({"chunk_size": 0}, "chunk_size=0: must be an int >= 1"),
     "backend": ({"implementation": "triton"}, "implementation 'triton' is unknown; .*hopper, .*xla, reference"),
     "dt": ({"dt_min": 0.2}, "dt_min=0.2, dt_max=0.1: step sizes need 0 < dt_min <= dt_max"),
-    "floor": ({"dt_init_floor": 0}, "dt_init_floor=0: must be above 0"),
-    "rates": ({"A_init_range": (0, 1)}, r"A_init_range=\(0, 1\): rates need 0 < low <= high"),
+    "floor": ({"dt_init_floor": 0}, "dt_init_floor=0: must be a number above 0"),
+    "text for dt": ({"dt_max": "x"}, "dt_min=0.001, dt_max='x': step sizes need .* two numbers"),
+    "endless dt": ({"dt_max": float("inf")}, "dt_max=inf: step sizes need"),
+    "no floor": ({"dt_init_floor": None}, "dt_init_floor=None: must be a number above 0"),
+    "rates": ({"A_init_range": (0, 1)}, r"A_init_range=\(0, 1\): rates need a pair of numbers .*0 < low <= high"),
+    "one rate": ({"A_init_range": 3}, "A_init_range=3: rates need a pair"),
+    "three rates": ({"A_init_range": (1, 2, 3)}, r"A_init_range=\(1, 2, 3\): rates need a pair"),
+    "text for rates": ({"A_init_range": ("1", 2)}, r"A_init_range=\('1', 2\): rates need a pair"),
+    "no layers": ({"n_layer": 0}, "n_layer=0: must be an int, at least 1"),
+    "layers below none": ({"n_layer": -1}, "n_layer=-1: must be an int, at least 1"),
+    "half a layer": ({"n_layer": 0.5}, "n_layer=0.5: must be an int, at least 1"),
+    "bound below 0": ({"conv_init": -1}, "conv_init=-1: must be a number, 0 or more, or None"),
+    "text for a bound": ({"conv_init": "x"}, "conv_init='x': must be a number, 0 or more, or None"),
+    **{
+        name: ({name: wrong}, f"{name}={wrong!r}: must be True or False")
+        for name, wrong in {
+            "bias": "no",
+            "conv_bias": None,
+            "rmsnorm": "no",
+            "D_has_hdim": 2,
+            "norm_before_gate": 0,
+            "decode": "no",
+        }.items()
+    },
 }
 
 
@@ -462,7 +501,24 @@ ZEROS = np.zeros((2, T, F), np.float32)
 STATE = fast_layers.Mamba2State(np.zeros((2, 44, 3), np.float32), np.zeros((2, 4, 8, 6), np.float32))
 BAD_CALLS = {
     "features": ({"u": ZEROS[..., :5]}, r"u must be \[batch.., length, d_model\] with d_model=16, got \(2, 11, 5\)"),
+    "text": ({"u": "text"}, "u is 'text': must be an array"),
+    "nothing": ({"u": None}, "u is None: must be an array"),
+    "complex": ({"u": ZEROS.astype(complex)}, "u has dtype complex64: must be real; pass u.real"),
+    "flag": ({"return_final_state": 1}, "return_final_state=1: must be True or False"),
+    "no flag to decode": ({"decode": "no"}, "decode='no': must be True or False"),
+    "state of nothing": ({"initial_state": (None, None)}, "initial_state: conv is None: must be an array"),
+    "half a state": ({"initial_state": (STATE.conv, "text")}, "initial_state: ssm is 'text': must be an array"),
     "segment ids": ({"segment_ids": np.zeros((2, 3), int)}, r"segment_ids must have shape \(2, 11\) or \(11,\), got"),
+    "segment ids of 64 bits": (
+        {"segment_ids": np.array([0] * 5 + [2**32] * 6)},
+        r"segment_ids must fit in int32, got 4294967296; number them: np.unique",
+    ),
+    "segment ids of 64 bits for each row": (
+        {"segment_ids": np.full((2, T), 2**40, np.uint64)},
+        "segment_ids must fit in int32, got 1099511627776",
+    ),
+    "segment ids in a list": ({"segment_ids": [0] * 10 + [2**40]}, "segment_ids must fit in int32, got 1099511627776"),
+    "text for segment ids": ({"segment_ids": "x"}, "segment_ids is 'x': must be integers"),
     "state": (
         {"initial_state": (STATE.conv[..., :2], STATE.ssm)},
         r"initial_state: .*\(2, 44, 3\) and \(2, 4, 8, 6\) .*got \(2, 44, 2\)",
@@ -483,6 +539,16 @@ def test_wrong_calls(framework, changes, message):
         misused = functools.partial(linen.Mamba2(F, **SMALL, decode=decode).init, jax.random.key(0), **arguments)
     with pytest.raises(ValueError, match=message):
         misused()
+
+
+def test_what_becomes_an_array_is_taken():
+    """Lists, and integers, which the projection promotes; in NNX as in Linen."""
+    made, u = layer(), np.arange(3 * F).reshape(3, F) % 5
+    module, params = linen_twin(made)
+    want = made(u.astype(np.float32))
+    for given in (u, u.tolist(), u.astype(float).tolist()):
+        assert_bitwise_equal(made(given), want)
+        assert_bitwise_equal(module.apply({"params": params}, given), want)
 
 
 def test_wrong_caches():

@@ -6,7 +6,6 @@ import functools
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from fast_layers import dispatch
@@ -15,7 +14,8 @@ from fast_layers.ops.conv1d.activations import ACTIVATIONS
 from fast_layers.ops.conv1d.backends import BACKENDS
 from fast_layers.ops.conv1d.history import reach_of
 from fast_layers.ops.conv1d.problem import Aux, Inputs, Outputs, Problem
-from fast_layers.ops.operands import floating, to_array
+from fast_layers.ops.operands import floating
+from fast_layers.ops.ssd.check import document_ids
 from fast_layers.ops.static_options import flag
 
 OP = "causal_conv1d"
@@ -183,17 +183,16 @@ def _check_state(name: str, state: Array, batch: int, channels: int, width: int)
 
 
 def _check_activation(activation: Any) -> str | None:
-    name = "silu" if activation == "swish" else activation
-    if name not in ACTIVATIONS:
+    named = activation is None or isinstance(activation, str)
+    name = "silu" if named and activation == "swish" else activation
+    if not named or name not in ACTIVATIONS:
         raise ValueError(f'activation={activation!r}: must be None, "silu" or "swish"; apply others to the output')
     return name
 
 
 def _check_segments(segment_ids: ArrayLike, x: Array) -> Array:
     """[B|1, L]."""
-    ids = to_array("segment_ids", segment_ids, "integers")
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f"segment_ids has dtype {ids.dtype}: must be an integer type; cast it")
+    ids = document_ids(segment_ids)
     if ids.shape not in (x.shape[:2], x.shape[1:2]):
         raise ValueError(
             f"segment_ids must have shape (batch, length) = {x.shape[:2]} or (length,) = {x.shape[1:2]}, "

@@ -22,7 +22,7 @@ def operands(x, dt, A, B, C, D, z, dt_bias, state, *, rows: tuple[str, ...], sta
     if given.A.ndim != 2 or given.A.shape[0] != channels:
         raise ValueError(f"A must have shape (channels, state_dim) with {channels} channels, got {given.A.shape}")
     state_dim = given.A.shape[1]
-    for name, size in (*zip(rows, leading, strict=True), ("channels", channels), ("state_dim", state_dim)):
+    for name, size in (*zip(rows[1:], leading[1:], strict=True), ("channels", channels), ("state_dim", state_dim)):
         if isinstance(size, int) and size == 0:
             raise ValueError(
                 f"{name} is 0: must be at least 1; leave the call out for empty inputs (x {given.x.shape})"

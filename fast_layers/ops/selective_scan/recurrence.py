@@ -10,6 +10,7 @@ Axis letters as in `problem`, C chunks, Q tokens of a chunk.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -71,7 +72,7 @@ def chunked(problem: Problem, inputs: Inputs, aux: Aux) -> Scanned:
         return states[-1], _read(states, chunk)
 
     final, out = lax.scan(scan_chunk, state, jax.tree.map(cut, tokens))
-    return _finish(p, inputs, out.reshape(-1, *out.shape[2:])[: p.length], final)
+    return _finish(p, inputs, lax.collapse(out, 0, 2)[: p.length], final)
 
 
 def backward_of(forward):
@@ -106,7 +107,8 @@ def _prepare(p: Problem, inputs: Inputs, aux: Aux) -> tuple[Tokens, Float[Array,
     dt = step_sizes(inputs.dt, inputs.dt_bias, softplus=p.dt_softplus, limit=UNLIMITED, dtype=dtype)
 
     def grouped(operand):
-        return operand.astype(dtype).reshape(p.batch, p.length, p.groups, -1).swapaxes(0, 1)
+        own = math.prod(operand.shape[2:]) // p.groups
+        return operand.astype(dtype).reshape(p.batch, p.length, p.groups, own).swapaxes(0, 1)
 
     start = None
     if aux.document is not None:

@@ -40,7 +40,7 @@ def ssd(
 
     The counterpart of mamba_ssm's `mamba_chunk_scan_combined`. Axis letters: B batch (use `jax.vmap` for more dims),
     L tokens, H heads, P channels of a head, G groups of heads that share B and C (H a multiple of G), N state size.
-    Each may be any number >= 1.
+    Each may be any number >= 1, B also 0.
 
     Args:
       x: [B, L, H, P], floating point; B, C and z have the same dtype, the other operands any floating one.

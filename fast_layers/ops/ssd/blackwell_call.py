@@ -29,6 +29,8 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
         return f"takes bfloat16 and float16, got {p.dtype}; cast x, B, C and z"
     if reason := refusals.symbolic((p.batch, p.length)):
         return reason
+    if p.batch == 0:
+        return f"needs examples, got x {[p.batch, p.length, p.heads, p.head_dim]}"
     if p.head_dim not in HEAD_DIMS:
         return f"takes heads of {', '.join(map(str, HEAD_DIMS))} channels, got {p.head_dim}"
     if p.state_dim not in STATE_DIMS:

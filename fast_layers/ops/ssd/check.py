@@ -9,7 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from fast_layers.ops.operands import floating, to_array
+from fast_layers.ops.attention.masks import integers
+from fast_layers.ops.operands import floating
 from fast_layers.ops.ssd.problem import Inputs
 
 
@@ -36,14 +37,17 @@ def step(state, x, dt, A, B, C, D, z, dt_bias) -> Inputs:
 def segment_ids(ids: Any, batch: int, length: int) -> Int[Array, "B L"] | None:
     if ids is None:
         return None
-    ids = to_array("segment_ids", ids, "integers")
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f"segment_ids must be integers, got {ids.dtype}")
+    ids = document_ids(ids)
     if ids.shape not in ((batch, length), (length,)):
         raise ValueError(
             f"segment_ids must have shape (batch, length) = {(batch, length)} or (length,), got {ids.shape}"
         )
     return jnp.broadcast_to(ids, (batch, length))
+
+
+def document_ids(ids: Any) -> Int[Array, "..."]:
+    """As an array. Ids that JAX would cut to 32 bits, so that two documents could become one, are refused."""
+    return integers("segment_ids", ids, "number them: np.unique(ids, return_inverse=True)[1].reshape(ids.shape)")
 
 
 def chunk_size(chunk: Any, default: int, length: int) -> int:
@@ -94,7 +98,6 @@ def _check(given: Inputs, rows: tuple[str, ...], state: str = "initial_state") -
     groups, state_dim = given.B.shape[-2:]
     shown = f"x {given.x.shape}, B {given.B.shape}"
     for name, size in (
-        ("batch", leading[0]),
         ("heads", heads),
         ("head_dim", head_dim),
         ("groups", groups),

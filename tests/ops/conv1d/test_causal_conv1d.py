@@ -267,13 +267,24 @@ BAD = {
     "channels of w": ({"w": KERNEL.T}, r"w must have shape \(taps, channels\) = \(1 or more, 3\), got \(3, 4\)"),
     "shape of b": ({"b": np.zeros(4, np.float32)}, r"b must have shape \(channels,\) = \(3,\), got \(4,\)"),
     "activation": ({"activation": "gelu"}, "activation='gelu': must be None"),
+    "activation in a list": ({"activation": ["silu"]}, r"activation=\['silu'\]: must be None, \"silu\" or \"swish\""),
+    "activation of arrays": ({"activation": KERNEL[:, 0]}, "activation=array.*: must be None"),
     "flag": ({"return_final_state": "no"}, "return_final_state='no': must be True or False"),
     "state of mamba_ssm": ({"initial_state": np.zeros((2, 3, 4), np.float32)}, r"got .*cache\[..., 1:\]"),
     "shape of ids": ({"segment_ids": np.zeros((5, 2), int)}, r"segment_ids must have shape .*got \(5, 2\)"),
     "dtype of ids": (
         {"segment_ids": np.zeros((2, 5), np.float32)},
-        "segment_ids has dtype float32",
+        "segment_ids must be integers, got dtype float32",
     ),
+    "ids of 64 bits": (
+        {"segment_ids": np.array([0, 0, 2**32, 2**32, 2**32])},
+        r"segment_ids must fit in int32, got 4294967296; number them: np.unique\(ids, return_inverse=True\)",
+    ),
+    "unsigned ids of 64 bits": (
+        {"segment_ids": np.full((2, 5), 2**63, np.uint64)},
+        "segment_ids must fit in int32, got 9223372036854775808",
+    ),
+    "ids in a list": ({"segment_ids": [0, 0, 0, 0, -(2**40)]}, "segment_ids must fit in int32, got -1099511627776"),
     "backend": ({"implementation": "mosaic"}, "implementation 'mosaic' is unknown; .* xla, reference"),
 }
 

@@ -272,6 +272,10 @@ BAD = {
     "softplus": ({"dt_softplus": 1}, ["dt_softplus=1", "True or False"]),
     "chunk": ({"chunk_size": 0}, ["chunk_size=0", "int >= 1"]),
     "segments": ({"segment_ids": np.zeros((2, 6), int)}, ["segment_ids must have shape", "(2, 7)", "(2, 6)"]),
+    "segments of 64 bits": (
+        {"segment_ids": np.array([0, 0, 0, 0, 2**32, 2**32, 2**32], np.uint64)},
+        ["segment_ids must fit in int32", "4294967296", "np.unique(ids, return_inverse=True)"],
+    ),
     "backend": ({"implementation": "triton"}, ["'triton' is unknown", "xla, reference"]),
 }
 
@@ -307,3 +311,23 @@ def test_vmap():
     for i in range(2):
         one = fast_layers.selective_scan(**{name: x[i] for name, x in many.items()})
         np.testing.assert_allclose(got[i], one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_no_examples(implementation):
+    shared = ("A", "D", "dt_bias")
+    none = {k: v if k in shared else v[:0] for k, v in _build(Case(given=EVERYTHING, segments=True)).items()}
+
+    def loss(operands):
+        y, state = fast_layers.selective_scan(
+            **operands, segment_ids=np.zeros((0, 7), int), return_final_state=True, implementation=implementation
+        )
+        assert (y.shape, state.shape) == (none["x"].shape, none["initial_state"].shape)
+        return y.sum() + state.sum()
+
+    for name, gradient in jax.grad(loss)(none).items():
+        np.testing.assert_array_equal(gradient, np.zeros_like(none[name]), err_msg=name)
+    state = none.pop("initial_state")
+    token = {k: v if k in shared else v[:, 0] for k, v in none.items()}
+    y, after = fast_layers.selective_scan_step(state, **token)
+    assert (y.shape, after.shape) == (token["x"].shape, state.shape)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from fast_layers.arch import Arch
+from fast_layers.ops.ssd import blackwell_call
 from fast_layers.ops.ssd.blackwell_config import (
     BLACKWELL_SMEM_BYTES,
     BLACKWELL_TMEM_COLUMNS,
@@ -18,8 +20,14 @@ from fast_layers.ops.ssd.blackwell_config import (
 from fast_layers.ops.ssd.problem import Problem
 
 
-def _problem(heads=80, head_dim=64, state_dim=128, **options) -> Problem:
-    return Problem(8, 4096, heads, head_dim, 1, state_dim, jnp.dtype(jnp.bfloat16), 64, **options)
+def _problem(batch=8, heads=80, head_dim=64, state_dim=128, **options) -> Problem:
+    return Problem(batch, 4096, heads, head_dim, 1, state_dim, jnp.dtype(jnp.bfloat16), 64, **options)
+
+
+def test_no_examples_are_refused():
+    b200 = Arch("cuda", "B200", (10, 0))
+    assert blackwell_call.supports(_problem(), b200, "forward") is None
+    assert blackwell_call.supports(_problem(batch=0), b200, "forward") == "needs examples, got x [0, 4096, 80, 64]"
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -51,6 +51,11 @@ BAD = {
     "no state": ({"B": _zeros(NB, L, G, 0)}, ["state_dim is 0", "at least 1"]),
     "segments shape": ({"segment_ids": _zeros(NB, 4, dtype=int)}, ["(2, 5) or (length,)", "got (2, 4)"]),
     "segments dtype": ({"segment_ids": _zeros(NB, L)}, ["segment_ids must be integers", "float32"]),
+    "segments of 64 bits": (
+        {"segment_ids": np.array([0, 0, 2**32, 2**32, 2**32])},
+        ["segment_ids must fit in int32", "4294967296", "np.unique(ids, return_inverse=True)"],
+    ),
+    "segments in a list": ({"segment_ids": [0, 0, 0, 0, 2**40]}, ["segment_ids must fit in int32", "1099511627776"]),
     "chunk of 0": ({"chunk_size": 0}, ["chunk_size=0", "int >= 1", "None"]),
     "chunk of float": ({"chunk_size": 64.0}, ["chunk_size=64.0", "int >= 1"]),
     "softplus": ({"dt_softplus": "yes"}, ["dt_softplus='yes'", "True or False"]),

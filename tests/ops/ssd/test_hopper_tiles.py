@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fast_layers.arch import Arch
 from fast_layers.kernel_parts.tile_order import deal
 from fast_layers.ops.ssd import config, hopper_call
 from fast_layers.ops.ssd.config import (
@@ -22,6 +23,12 @@ from fast_layers.ops.ssd.problem import Problem
 
 def _problem(batch=8, length=4096, heads=80, head_dim=64, groups=1, state_dim=128, **options) -> Problem:
     return Problem(batch, length, heads, head_dim, groups, state_dim, jnp.dtype(jnp.bfloat16), 64, **options)
+
+
+def test_no_examples_are_refused():
+    h200 = Arch("cuda", "H200", (9, 0))
+    assert hopper_call.supports(_problem(), h200, "forward") is None
+    assert hopper_call.supports(_problem(batch=0), h200, "forward") == "needs examples, got x [0, 4096, 80, 64]"
 
 
 @pytest.mark.parametrize("gated", [False, True])

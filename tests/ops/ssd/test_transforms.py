@@ -246,3 +246,25 @@ def test_strict_promotion_in_a_step():
     token = {name: v[:, 0] if name in ("x", "dt", "B", "C", "z") else v for name, v in operands.items()}
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         fast_layers.ssd_step(state, **token, dt_softplus=True)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_no_examples(implementation):
+    of_all = _operands(EVERYTHING)
+    none = {name: v if name in ("A", "D", "dt_bias") else v[:0] for name, v in of_all.items()}
+    ids = np.zeros((0, 70), int)
+
+    def loss(operands):
+        y, state = fast_layers.ssd(**operands, segment_ids=ids, return_final_state=True, implementation=implementation)
+        assert (y.shape, state.shape) == (none["x"].shape, none["initial_state"].shape)
+        return y.sum() + state.sum()
+
+    assert_bitwise_equal(jax.grad(loss)(none), jax.tree.map(np.zeros_like, none))
+
+
+def test_a_step_of_no_examples():
+    none = {name: v if name in ("A", "D", "dt_bias") else v[:0] for name, v in _operands(EVERYTHING).items()}
+    state = none.pop("initial_state")
+    token = {name: v[:, 0] if name in ("x", "dt", "B", "C", "z") else v for name, v in none.items()}
+    y, after = fast_layers.ssd_step(state, **token)
+    assert (y.shape, after.shape) == (token["x"].shape, state.shape)
