@@ -113,7 +113,10 @@ def of_widths(cases: Sequence[Case], widths: Iterable[int]) -> list[Case]:
     there = list(dict.fromkeys(case.width for case in cases))
     widths = list(widths)
     if unknown := [width for width in widths if width not in there]:
-        raise ValueError(f"{unknown[0]}: the set has {', '.join(map(str, there))}; choose another by --cases")
+        raise ValueError(
+            f"--widths {unknown[0]}: no case has so many input features; this set has {', '.join(map(str, there))}, "
+            "others by --cases"
+        )
     return [case for width in widths for case in cases if case.width == width]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import numbers
 import os
 import pickle
 import subprocess
@@ -174,15 +175,19 @@ def compile_all_for(
     """As `compile_for`, for many functions or settings, in one process. `timeout` in seconds is for each of them.
 
     Raises:
-      ValueError: as `compile_for`, and for donated positions that `shapes` does not have.
+      ValueError: as `compile_for`, for no compilations, and for donated positions that `shapes` does not have.
       CompileError: as `compile_for`.
     """
     if gpu not in TARGETS:
         raise ValueError(f"gpu={gpu!r}: must be one of {', '.join(map(repr, TARGETS))}")
     if missing := missing_wheels():
         raise ValueError(missing)
-    if not timeout > 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not float(timeout) > 0:
         raise ValueError(f"timeout={timeout!r}: must be a positive number of seconds")
+    if not compilations:
+        raise ValueError("compilations is empty, so nothing would be compiled")
+    if wrong := [job for job in compilations if not isinstance(job, Compilation)]:
+        raise ValueError(f"compilations has {wrong[0]!r}: must be of Compilation(fn, shapes, options)")
     jobs = [_pickled(compilation) for compilation in compilations]
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder) / "job", Path(folder) / "result"

@@ -24,12 +24,13 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fast_layers import dispatch
 from fast_layers.arch import lowering_targets
@@ -420,11 +421,11 @@ def _backends(suite: Suite, given: str | Sequence[str | Backend] | None) -> list
     own = {backend.name: backend for backend in suite.backends()}
     if given is None:
         return [backend for name, backend in own.items() if name != "reference"]
-    given = _some("backends", [given] if isinstance(given, str) else given)
-    unknown = [b for b in given if isinstance(b, str) and b not in own]
+    some = _some("backends", [given] if isinstance(given, str) else given)
+    unknown = [b for b in some if not isinstance(b, Backend) and (not isinstance(b, str) or b not in own)]
     if unknown:
         raise ValueError(f"backends {unknown} are unknown; those of {suite.op} are {', '.join(own)}")
-    return [own[b] if isinstance(b, str) else b for b in given]
+    return [own[b] if isinstance(b, str) else b for b in some]
 
 
 def _cases(suite: Suite, given: str | Iterable[str] | Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -432,18 +433,18 @@ def _cases(suite: Suite, given: str | Iterable[str] | Mapping[str, Any] | None) 
         return suite.cases
     if isinstance(given, Mapping):
         return _some("cases", given)
-    given = _some("cases", [given] if isinstance(given, str) else list(given))
-    unknown = [name for name in given if name not in suite.cases]
+    some = _some("cases", [given] if isinstance(given, str) else given)
+    unknown = [name for name in some if name not in suite.cases]
     if unknown:
         raise ValueError(f"cases {unknown} are unknown; there are {', '.join(suite.cases)}")
-    return {name: suite.cases[name] for name in given}
+    return {name: suite.cases[name] for name in some}
 
 
 def _dtypes(suite: Suite, case: str, given: Sequence[Any] | None) -> list[Any]:
     if given is None:
         given = (jnp.bfloat16, jnp.float16) if case in suite.also_float16 else (jnp.bfloat16,)
-    given = _some("dtypes", [given] if isinstance(given, str) else given)
-    return [_floating(dtype) for dtype in given]
+    some = _some("dtypes", [given] if isinstance(given, (str, type, np.dtype)) else given)
+    return [_floating(dtype) for dtype in some]
 
 
 def _floating(given: Any) -> Any:
@@ -456,9 +457,12 @@ def _floating(given: Any) -> Any:
     return dtype
 
 
-def _some[Given: Sized](name: str, given: Given) -> Given:
+def _some(name: str, given: Any) -> Any:
     """Not nothing, of which all is well."""
-    if not len(given):
+    if not isinstance(given, Iterable):
+        raise ValueError(f"{name}={given!r}: must be one of them, or several in a list")
+    given = given if isinstance(given, Mapping) else list(given)
+    if not given:
         raise ValueError(f"{name} is empty, so nothing would be compared; leave it out to take all")
     return given
 

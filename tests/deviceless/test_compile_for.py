@@ -137,6 +137,12 @@ def test_arguments_must_be_arrays():
         compile_for("h200", functions.doubled, 3)
 
 
+@pytest.mark.parametrize(("compilations", "message"), [([], "compilations is empty"), ([3], "compilations has 3")])
+def test_what_is_to_be_compiled_must_be_there(compilations, message):
+    with pytest.raises(ValueError, match=message):
+        compile_all_for("h200", compilations)
+
+
 @pytest.mark.parametrize("donated", [(1,), (0, -1), ("x",)])
 def test_donated_positions_must_be_there(donated):
     with pytest.raises(ValueError, match="are not among the 1 positions of shapes"):
