@@ -8,14 +8,16 @@ shows the outcome for any function, `use_backends` (or the environment) steers i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from fast_layers.arch import Arch, lowering_targets
 from fast_layers.kernel_parts.manual_axes import vary_over, varying_axes
@@ -61,20 +63,18 @@ _names_of_all_ops: set[str] = set()
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The backend for one pass on one kind of device, or None if all refused; and every refusal."""
+    """The backend for one pass on one kind of device, or None if all refused; every refusal, and then what to do."""
 
     pass_: Pass
     arch: Arch
     backend: Backend | None
     refusals: tuple[tuple[str, str], ...]
+    way_out: str = ""
 
     def require(self, op: str) -> Backend:
         if self.backend is None:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refusals)
-            raise ValueError(
-                f"{op}: no backend takes the {self.pass_} pass on {self.arch}. {reasons}. "
-                'Leave implementation=None to let fast_layers choose, or take implementation="xla".'
-            )
+            raise ValueError(f"{op}: no backend takes the {self.pass_} pass on {self.arch}. {reasons}. {self.way_out}")
         return self.backend
 
 
@@ -119,6 +119,7 @@ class Policy:
     """What a user asked of the choice. Part of jit's cache key, so a change retraces."""
 
     force: str | None = None
+    forced_by: str = ""
     forbid: frozenset[str] = frozenset()
     strict: bool = False
     reproducible: bool = True
@@ -134,8 +135,10 @@ class Policy:
                 raise ValueError(f"{name}={given!r}: must be 0 or 1")
             return given == "1"
 
+        force = os.environ.get("FAST_LAYERS_BACKEND") or None
         return cls(
-            force=os.environ.get("FAST_LAYERS_BACKEND") or None,
+            force=force,
+            forced_by=f"FAST_LAYERS_BACKEND={force}" if force else "",
             forbid=frozenset(name for name in names if name),
             strict=flag("FAST_LAYERS_STRICT", "0"),
             reproducible=flag("FAST_LAYERS_REPRODUCIBLE", "1"),
@@ -170,8 +173,8 @@ def use_backends(
         compiled program.
 
     Raises:
-      ValueError: `strict` or `reproducible` that is no bool. A name in `force` or `forbid` that no op has is refused by
-        the first call of an op.
+      ValueError: `strict` or `reproducible` that is no bool, `force` or `forbid` that is no name. A name that no op has
+        is refused by the first call of an op.
 
     What is not given stays as it was: contexts nest. The environment sets the outermost values, read once at import:
     FAST_LAYERS_BACKEND=name, FAST_LAYERS_FORBID=name,name, FAST_LAYERS_STRICT=1 and FAST_LAYERS_REPRODUCIBLE=0.
@@ -179,12 +182,17 @@ def use_backends(
     for name, given in (("strict", strict), ("reproducible", reproducible)):
         if given is not None:
             flag(name, given)
+    if force is not None and not isinstance(force, str):
+        raise ValueError(f"force={force!r}: must be the name of one backend, or None")
+    names = [forbid] if isinstance(forbid, str) or not isinstance(forbid, Iterable) else list(forbid)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"forbid={forbid!r}: must be the name of a backend or a sequence of names; () forbids none")
     outer = _policy.value
-    forbidden = {forbid} if isinstance(forbid, str) else set(forbid)
     policy = dataclasses.replace(
         outer,
         force=outer.force if force is None else force,
-        forbid=outer.forbid | forbidden,
+        forced_by=outer.forced_by if force is None else f"use_backends(force={force!r})",
+        forbid=outer.forbid.union(names),
         strict=outer.strict if strict is None else strict,
         reproducible=outer.reproducible if reproducible is None else reproducible,
     )
@@ -202,26 +210,42 @@ def for_threads() -> Callable[[], Any]:
     return lambda: _policy(policy)
 
 
+def check_name(op: str, backends: Sequence[Backend], implementation: Any) -> None:
+    """Raise ValueError for a name that no backend has; None is no name."""
+    if implementation is not None and all(implementation != backend.name for backend in backends):
+        raise ValueError(f"{op}: implementation {implementation!r} is unknown; {_known(backends)}")
+
+
+def _known(backends: Sequence[Backend]) -> str:
+    return f"the backends of this op are {', '.join(backend.name for backend in backends)}"
+
+
 def plan(op: str, backends: Sequence[Backend], problem: Any, implementation: str | None) -> Plan:
     """Choose for both passes. Raises ValueError for an unknown name, and in strict mode for a fallback."""
     policy = _policy.value
-    names = [backend.name for backend in backends]
-    by_name = implementation is not None
-    what, wanted = ("implementation", implementation) if by_name else ("the forced backend", policy.force)
     if unknown := policy.forbid - _names_of_all_ops:
         raise ValueError(
             f"{', '.join(sorted(map(repr, unknown)))} is forbidden by use_backends or FAST_LAYERS_FORBID, and unknown; "
             f"there are {', '.join(sorted(_names_of_all_ops))}"
         )
-    if wanted is not None and wanted not in names:
-        if by_name or wanted not in _names_of_all_ops:
-            raise ValueError(f"{op}: {what} {wanted!r} is unknown; the backends of this op are {', '.join(names)}")
-        wanted = None  # a model's other ops may have it
+    check_name(op, backends, implementation)
+    wanted, instead = implementation, "leave implementation=None"
+    if wanted is None and policy.force is not None:
+        if policy.force not in _names_of_all_ops:
+            raise ValueError(
+                f"{op}: the forced backend {policy.force!r} is unknown, for which {policy.forced_by} asks; "
+                f"{_known(backends)}"
+            )
+        if any(policy.force == backend.name for backend in backends):  # else a model's other ops may have it
+            wanted, instead = policy.force, f"leave out {policy.forced_by}"
     targets = lowering_targets()
     made = Plan(
         op,
         problem,
-        *(tuple(choose(backends, problem, arch, pass_, wanted, policy) for arch in targets) for pass_ in PASSES),
+        *(
+            tuple(choose(backends, problem, arch, pass_, wanted, policy, instead) for arch in targets)
+            for pass_ in PASSES
+        ),
     )
     if policy.recorder is not None:
         policy.recorder.plans.append(made)
@@ -251,8 +275,12 @@ def choose(
     pass_: Pass,
     wanted: str | None = None,
     policy: Policy = Policy(),
+    instead: str = "leave implementation=None",
 ) -> Choice:
-    """The first backend without an objection; `wanted` leaves only the one of that name."""
+    """The first backend without an objection; `wanted` leaves only the one of that name.
+
+    `instead` tells who wants it how not to.
+    """
     refusals = []
     for backend in backends:
         if wanted is not None and backend.name != wanted:
@@ -264,7 +292,36 @@ def choose(
         if reason is None:
             return Choice(pass_, arch, backend, tuple(refusals))
         refusals.append((backend.name, reason))
-    return Choice(pass_, arch, None, tuple(refusals))
+    way_out = _way_out(backends, functools.partial(_takes, problem, arch, pass_), wanted, policy, instead)
+    return Choice(pass_, arch, None, tuple(refusals), way_out)
+
+
+def _takes(problem: Any, arch: Arch, pass_: Pass, backend: Backend, by_name: bool) -> bool:
+    return backend.refuses(problem, arch, pass_, by_name=by_name) is None
+
+
+def _way_out(
+    backends: Sequence[Backend],
+    takes: Callable[[Backend, bool], bool],
+    wanted: str | None,
+    policy: Policy,
+    instead: str,
+) -> str:
+    """What to ask for where all refused, of what is allowed and takes the call."""
+    allowed = [backend for backend in backends if backend.name not in policy.forbid]
+    ways = []
+    if wanted is not None and any(takes(backend, False) for backend in allowed):
+        ways.append(f"{instead} to let fast_layers choose")
+    if named := [backend.name for backend in allowed if takes(backend, True)]:
+        ways.append(f'take implementation="{"xla" if "xla" in named else named[0]}"')
+    if banned := [
+        backend.name
+        for backend in backends
+        if backend.name in policy.forbid and wanted in (None, backend.name) and takes(backend, wanted is not None)
+    ]:
+        ways.append(f"allow {' and '.join(banned)} again")
+    way_out = ", or ".join(ways) or "change the call as the reasons say"
+    return f"{way_out[0].upper()}{way_out[1:]}."
 
 
 def _refuse_fallback(made: Plan) -> None:
@@ -323,11 +380,16 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       taken, and every better one with its reason.
 
     Raises:
-      ValueError: what an op refuses, as when `fn` is called with such arguments; what else `fn` raises comes through.
+      ValueError: `fn` that cannot be called, and what an op refuses, as when `fn` is called with such arguments; what
+        else `fn` raises comes through.
     """
+    if not callable(fn):
+        raise ValueError(
+            f"explain was given an object of type {type(fn).__name__}, which cannot be called: give the function and "
+            "its arguments, explain(f, *args), not its result explain(f(*args))"
+        )
     leaves, tree = jax.tree.flatten((args, kwargs))
-    # numpy's scalars are options, as Python's are.
-    is_array = [hasattr(leaf, "dtype") and not isinstance(leaf, np.generic) for leaf in leaves]
+    is_array = [hasattr(leaf, "dtype") and not _is_scalar(leaf) for leaf in leaves]
     arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
 
     def call(fn, arrays):
@@ -340,6 +402,12 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     with _policy(dataclasses.replace(_policy.value, recorder=recorder)):
         _abstract_call(call, fn, arrays)
     return Explanation(tuple(recorder.plans))
+
+
+def _is_scalar(leaf: Any) -> bool:
+    """Of numpy or jax, and known: it may be an option, as Python's numbers are."""
+    known = isinstance(leaf, (np.ndarray, np.generic, jax.Array)) and not isinstance(leaf, Tracer)
+    return known and leaf.ndim == 0
 
 
 def _abstract_call(call, fn, arrays):

@@ -19,6 +19,7 @@ from fast_layers.ops.attention import api, reference, xla
 
 X = np.random.default_rng(0).normal(size=(2, 8, 2, 4)).astype(np.float32)
 REASON = "head_dim=4 is no multiple of 16; pad it"
+cpu_only = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the text names the device")
 
 
 def _fake(name, supports=lambda problem, arch, pass_: None, **options):
@@ -91,7 +92,10 @@ class TestChoice:
 
     def test_named_backend_that_refuses_says_why_and_what_to_do(self, backends):
         backends(_fake("fake", lambda *_: REASON)[0])
-        message = r'no backend takes the forward pass on .*fake: head_dim=4 .*pad it.*implementation="xla"'
+        message = (
+            r"no backend takes the forward pass on .*fake: head_dim=4 .*pad it\. "
+            r'Leave implementation=None to let fast_layers choose, or take implementation="xla"\.$'
+        )
         with pytest.raises(ValueError, match=message):
             _loss(X, implementation="fake")
 
@@ -175,6 +179,45 @@ class TestUseBackends:
             pytest.raises(ValueError, match=r"^'hoper' is forbidden by .*, and unknown; there are .*hopper, "),
         ):
             _loss(X)
+
+    @pytest.mark.parametrize("option", [{"force": ["xla"]}, {"force": 3}], ids=str)
+    def test_force_is_one_name(self, option):
+        with pytest.raises(ValueError, match=r"^force=(\['xla'\]|3): must be the name of one backend, or None$"):
+            fast_layers.use_backends(**option)
+
+    @pytest.mark.parametrize("forbid", [None, 3, [["xla"]], ["xla", None]], ids=str)
+    def test_forbid_is_names(self, forbid):
+        with pytest.raises(ValueError, match=r"^forbid=.*: must be the name of a backend or a sequence of names"):
+            fast_layers.use_backends(forbid=forbid)
+
+    def test_a_forced_backend_that_refuses_says_who_forced_it(self, backends):
+        backends(_fake("fake", lambda *_: REASON)[0])
+        with (
+            fast_layers.use_backends("fake"),
+            pytest.raises(
+                ValueError,
+                match=r"pad it\. Leave out use_backends\(force='fake'\) to let .*, or take implementation=\"xla\"\.$",
+            ),
+        ):
+            _loss(X)
+
+    @cpu_only
+    @pytest.mark.parametrize(
+        ("steer", "options", "way_out"),
+        [
+            ({"forbid": "xla"}, {}, 'Take implementation="reference", or allow xla again.'),
+            ({"forbid": ["xla", "reference"]}, {}, "Allow xla again."),
+            ({"force": "xla", "forbid": "xla"}, {}, 'Take implementation="reference", or allow xla again.'),
+            ({"force": "fake", "forbid": "xla"}, {}, 'Take implementation="reference".'),
+            ({"forbid": ["xla", "reference"]}, {"implementation": "fake"}, "Change the call as the reasons say."),
+        ],
+        ids=str,
+    )
+    def test_what_is_forbidden_is_not_advised(self, backends, steer, options, way_out):
+        backends(_fake("fake", lambda *_: REASON)[0])
+        with fast_layers.use_backends(**steer), pytest.raises(ValueError, match=r"no backend takes") as caught:
+            _loss(X, **options)
+        assert str(caught.value).endswith(f". {way_out}")
 
     @pytest.mark.parametrize("option", [{"strict": "no"}, {"reproducible": 0}], ids="-".join)
     def test_flags_are_bools(self, option):
@@ -269,9 +312,13 @@ except ValueError as error:
         ),
         (
             {"FAST_LAYERS_FORBID": "xla , cudnn"},
-            ["xla: forbidden by use_backends or FAST_LAYERS_FORBID", "ValueError"],
+            ["xla: forbidden by use_backends or FAST_LAYERS_FORBID", "ValueError", "or allow xla again"],
         ),
-        ({"FAST_LAYERS_BACKEND": "nonsense"}, ["ValueError", "forced backend 'nonsense' is unknown"]),
+        ({"FAST_LAYERS_BACKEND": "hopper"}, ["ValueError", "Leave out FAST_LAYERS_BACKEND=hopper to let"]),
+        (
+            {"FAST_LAYERS_BACKEND": "nonsense"},
+            ["forced backend 'nonsense' is unknown, for which FAST_LAYERS_BACKEND=nonsense asks"],
+        ),
         ({"FAST_LAYERS_STRICT": "yes"}, ["FAST_LAYERS_STRICT='yes': must be 0 or 1"]),
         (
             {"FAST_LAYERS_STRICT": "1", "FAST_LAYERS_BACKEND": "", "FAST_LAYERS_REPRODUCIBLE": "0"},
@@ -297,8 +344,6 @@ HEADER = "dot_product_attention: query [2, 8, 2, 4], key [2, 8, 2, 4], float32, 
 GOLDEN = f"""{HEADER}
   forward  on cpu: xla
   backward on cpu: xla"""
-
-cpu_only = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the text names the device")
 
 
 class Attend(nnx.Module):
@@ -338,6 +383,14 @@ class TestExplain:
         # numpy's scalars are options like Python's.
         options = {"is_causal": np.True_, "scale": np.float32(0.5)}
         assert str(fast_layers.explain(fast_layers.dot_product_attention, X, X, X, **options)) == GOLDEN
+        # So are arrays of no dims, which the op itself takes as numbers.
+        for scale in (jnp.float32(0.5), np.array(0.5)):
+            explained = fast_layers.explain(fast_layers.dot_product_attention, X, X, X, is_causal=True, scale=scale)
+            assert str(explained) == GOLDEN
+
+    def test_a_result_in_place_of_the_function(self):
+        with pytest.raises(ValueError, match=r"^explain was given .* ArrayImpl, .*: give the function and its arg"):
+            fast_layers.explain(fast_layers.dot_product_attention(X, X, X))
 
     def test_a_jitted_function_that_ran_before(self):
         """Its compiled form is not enough: explaining must trace anew."""

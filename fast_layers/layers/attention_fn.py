@@ -21,6 +21,8 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from fast_layers.layers.kv_cache import CacheSlot
 from fast_layers.layers.rope import Rope
 from fast_layers.ops.attention import attention_weights, dot_product_attention, masks
+from fast_layers.ops.attention.api import check_implementation, check_softcap, window_pair
+from fast_layers.ops.static_options import flag
 
 Window = int | tuple[int | None, int | None]
 Positions = ArrayLike | tuple[ArrayLike, ArrayLike]
@@ -42,6 +44,8 @@ class AttentionOptions:
         if isinstance(self.window, list):
             object.__setattr__(self, "window", tuple(self.window))
         _window_mask(self.window)
+        check_softcap(self.softcap)
+        check_implementation(self.implementation)
 
     def as_keywords(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -91,6 +95,7 @@ def attend(
       flax_attention: Flax's own function as `f(query, key, value, mask)`. It computes what the op does not:
         complex numbers, and what `flax_computes` names.
     """
+    flag("is_causal", is_causal)
     if not 0.0 <= dropout_rate < 1.0:
         raise ValueError(f"dropout_rate must be in the range [0, 1), got {dropout_rate!r}")
     extras = mask if isinstance(mask, CallExtras) else CallExtras(mask)
@@ -179,7 +184,7 @@ def nnx_attention_fn(
     Args:
       mask: also a structured mask (`fast_layers.masks`). Arrays broadcast to [B.., N, T, S]; nonzero keeps.
       module: sow softmax weights [B.., N, T, S] there; takes the reference implementation, O(T S) memory.
-      input_positions: for `rope`: [B.., T] or [T], or a pair for queries and keys. Default: 0, 1, 2, ...
+      input_positions: for `rope`: int [B.., T] or [T], or a pair for queries and keys. Default: 0, 1, 2, ...
       rope, window, softcap, implementation: as in `fast_layers.FlashMHA`.
 
     Returns:
@@ -226,14 +231,18 @@ def nnx_attention_fn(
     )
 
 
+def check_heads(**heads: int | None) -> None:
+    """Raise ValueError for numbers of heads that Flax would divide by; None is left to Flax."""
+    for name, number in heads.items():
+        if number is not None and (not masks.is_integer(number) or number < 1):
+            raise ValueError(f"{name}={number!r}: must be an int >= 1")
+
+
 def with_segments(mask: MaskLike | None, segment_ids: Any) -> MaskLike | None:
     """`mask` and-ed with packed documents: ids as `dot_product_attention` takes them."""
     if segment_ids is None:
         return mask
-    pair = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids,)
-    if len(pair) not in (1, 2):
-        raise ValueError(f"segment_ids must be an array or a pair (queries, keys), got {len(pair)} entries")
-    segments = masks.Segments(*pair)
+    segments = masks.Segments(*masks.queries_and_keys("segment_ids", segment_ids))
     return segments if mask is None else _as_mask(mask) & segments
 
 
@@ -275,31 +284,26 @@ def _positions(
     q_len, kv_len = query.shape[-3], key.shape[-3]
     if positions is None:
         return tuple(q_offset + jnp.arange(length, dtype=jnp.int32) for length in (q_len, kv_len))  # pyright: ignore
-    if isinstance(positions, (tuple, list)):
-        if len(positions) != 2:
-            raise ValueError(
-                f"input_positions must be an array or a pair (queries, keys), got {len(positions)} entries"
-            )
-        return positions[0], positions[1]
-    if q_len != kv_len:
+    pair = masks.queries_and_keys("input_positions", positions)
+    if len(pair) == 1 and q_len != kv_len:
         raise ValueError(
             "input_positions must be a pair (queries, keys) when their lengths differ, got one array for "
             f"{q_len} queries and {kv_len} keys"
         )
-    return positions, positions
+    read = [masks.integers("input_positions", given) for given in pair]
+    return read[0], read[-1]
 
 
 def _as_mask(mask: MaskLike) -> masks.Mask:
-    return mask if isinstance(mask, masks.Mask) else masks.Dense(jnp.asarray(mask).astype(bool))
+    """Of an array, what is not zero keeps, as in Flax."""
+    if isinstance(mask, masks.Mask):
+        return mask
+    masks.refuse_what_is_no_mask(mask)
+    return masks.Dense(masks.mask_array(mask).astype(bool))
 
 
 def _window_mask(window: Window | None) -> masks.LocalWindow | None:
-    if window is None:
-        return None
-    pair = (window, window) if isinstance(window, int) else window
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        raise ValueError(f"window={window!r}: must be an int or a pair (left, right)")
-    return masks.LocalWindow(*pair)
+    return None if window is None else masks.LocalWindow(*window_pair("window", window))
 
 
 def _combine(mask: MaskLike | None, is_causal: bool, window: Window | None, q_offset) -> masks.Mask | None:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from fast_layers.layers import attention_fn as hook
 from fast_layers.layers.kv_cache import KVCache
 from fast_layers.layers.rope import Rope
+from fast_layers.ops.static_options import flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,7 @@ class FlashMHA(nnx.MultiHeadAttention):
         implementation: str | None = None,
         **flax_arguments: Any,
     ):
+        hook.check_heads(num_heads=num_heads, num_kv_heads=num_kv_heads)
         ours = FlashAttention(rope, window, softcap, implementation)
         attention_fn = flax_arguments.pop("attention_fn", hook.nnx_attention_fn)
         if attention_fn is not hook.nnx_attention_fn:
@@ -125,10 +127,10 @@ class FlashMHA(nnx.MultiHeadAttention):
             mask (`fast_layers.masks`). While decoding, S is L, and structured masks count positions from the
             cache's start.
           segment_ids: packed documents, as in `dot_product_attention`: int [B.., T], or a pair
-            for queries and keys.
+            for queries and keys (a tuple, or a list of two arrays).
           decode: append to the cache and attend to it; implies `is_causal`.
-          input_positions: for `rope`: [B.., T] or [T], or a pair for queries and keys. By default positions
-            count from 0, or from the cache's length while decoding.
+          input_positions: for `rope`: int [B.., T] or [T], or such a pair. By default positions count from 0, or from
+            the cache's length while decoding.
           sow_weights: sow softmax weights as Flax does; this takes the reference implementation, whatever
             `implementation` says, with O(T S) memory.
 
@@ -140,6 +142,7 @@ class FlashMHA(nnx.MultiHeadAttention):
             hook.refuse_extras(self.attention_fn, mask, segment_ids)
             positions = {} if input_positions is None else {"input_positions": input_positions}
             return call(mask=mask, decode=decode, **positions)
+        flag("is_causal", flax_arguments.get("is_causal", False))  # Flax would make a bool of it
         slot = None
         if self.decode if decode is None else decode:
             hook.refuse_segments_in_decode(segment_ids)

@@ -72,9 +72,9 @@ class FlashMHA(nn.MultiHeadDotProductAttention):
             mask (`fast_layers.masks`). While decoding, S is L, and structured masks count positions from the
             cache's start.
           segment_ids: packed documents, as in `dot_product_attention`: int [B.., T], or a pair
-            for queries and keys.
-          input_positions: for `rope`: [B.., T] or [T], or a pair for queries and keys. By default positions
-            count from 0, or from the cache's length while decoding.
+            for queries and keys (a tuple, or a list of two arrays).
+          input_positions: for `rope`: int [B.., T] or [T], or such a pair. By default positions count from 0, or from
+            the cache's length while decoding.
           sow_weights: sow softmax weights as Flax does; this takes the reference implementation, whatever
             `implementation` says, with O(T S) memory.
 
@@ -109,8 +109,9 @@ class FlashMHA(nn.MultiHeadDotProductAttention):
 
     @nn.nowrap
     def _checked_kv_heads(self) -> int:
+        shared.check_heads(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        if kv_heads < 1 or self.num_heads % kv_heads:
+        if self.num_heads % kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be divisible by num_kv_heads ({kv_heads}).")
         return kv_heads
 

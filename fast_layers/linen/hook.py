@@ -55,7 +55,7 @@ def attention_fn(
       mask: also a structured mask (`fast_layers.masks`). Arrays broadcast to [B.., N, T, S]; nonzero keeps.
       module: sow softmax weights [B.., N, T, S] there; takes the reference implementation, O(T S) memory.
       force_fp32_for_softmax: the softmax is float32 in any case; this makes output and sown weights float32 too.
-      input_positions: for `rope`: [B.., T] or [T], or a pair for queries and keys. Default: 0, 1, 2, ...
+      input_positions: for `rope`: int [B.., T] or [T], or a pair for queries and keys. Default: 0, 1, 2, ...
       rope, window, softcap, implementation: as in `fast_layers.FlashMHA`.
 
     Returns:

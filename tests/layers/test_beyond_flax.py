@@ -89,8 +89,6 @@ def test_implementation_and_explain():
     text = str(fast_layers.explain(functools.partial(linen_call, segment_ids=SEGMENTS), X))
     assert "segments" in text
     assert "forward  on cpu: xla" in text
-    with pytest.raises(ValueError, match="'nope' is unknown"):
-        nnx_call(X, fields={"implementation": "nope"})
 
 
 def test_sown_weights(call):
@@ -211,13 +209,93 @@ def test_our_hook_as_attention_fn_is_the_default():
         ({"window": (1, 2, 3)}, r"must be an int or a pair \(left, right\)"),
         ({"window": 2.5}, r"must be an int or a pair \(left, right\)"),
         ({"softcap": -3.0}, "softcap=-3.0: must be a finite number > 0"),
+        ({"window": True}, r"window=True: must be an int or a pair"),
+        ({"softcap": True}, "softcap=True: must be a finite number > 0"),
         ({"rope": "yes"}, "must be None or a fast_layers.Rope"),
+        ({"implementation": "nope"}, "implementation 'nope' is unknown; the backends of this op are"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0: must be an int >= 1"),
     ],
     ids=str,
 )
 def test_wrong_options(call, fields, match):
     with pytest.raises(ValueError, match=match):
         call(X, fields=fields)
+    if call is nnx_call:
+        with pytest.raises(ValueError, match=match):
+            fast_layers.FlashMHA(HEADS, FEATURES, rngs=nnx.Rngs(0), **fields)
+
+
+@pytest.mark.parametrize("heads", [0, -4, "4", 4.0])
+def test_wrong_number_of_heads(heads):
+    match = f"num_heads={heads!r}: must be an int >= 1"
+    with pytest.raises(ValueError, match=match):
+        fast_layers.FlashMHA(heads, FEATURES, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=match):
+        linen.FlashMHA(heads).init(jax.random.key(0), X)
+
+
+def test_numpy_window(call):
+    np.testing.assert_array_equal(call(X, fields={"window": np.int64(3)}), call(X, fields={"window": 3}))
+
+
+HOOKS = [fast_layers.nnx_attention_fn, linen.attention_fn]
+
+
+@pytest.mark.parametrize(
+    ("mask", "match"),
+    [
+        ("causal", "mask is 'causal': must be a boolean array or a fast_layers.masks.Mask"),
+        (masks.Causal, "mask=Causal is a class: must be one of its masks"),
+        ([masks.Causal()], "mask is a list of masks: must be one mask; join them by &"),
+        (masks.Mask(), "Mask does not say what a query may see: take one of"),
+    ],
+    ids=["text", "class", "list", "base"],
+)
+def test_wrong_masks(call, mask, match):
+    for more in ({}, {"segment_ids": SEGMENTS}):
+        with pytest.raises(ValueError, match=match):
+            call(X, mask=mask, **more)
+    for hook in HOOKS:
+        with pytest.raises(ValueError, match=match):
+            hook(X[:, :, None], X[:, :, None], X[:, :, None], mask=mask)
+
+
+@pytest.mark.parametrize("is_causal", ["False", 1, None])
+def test_causal_is_a_bool(is_causal):
+    match = f"is_causal={is_causal!r}: must be True or False"
+    with pytest.raises(ValueError, match=match):
+        nnx_call(X, is_causal=is_causal)
+    with pytest.raises(ValueError, match=match):
+        fast_layers.nnx_attention_fn(X[:, :, None], X[:, :, None], X[:, :, None], is_causal=is_causal)
+    np.testing.assert_array_equal(nnx_call(X, is_causal=np.True_), nnx_call(X, is_causal=True))
+
+
+def test_listed_segments_are_one_array(call):
+    np.testing.assert_array_equal(call(X, segment_ids=SEGMENTS.tolist()), call(X, segment_ids=SEGMENTS))
+
+
+@pytest.mark.parametrize(
+    ("positions", "match"),
+    [
+        ("x", "input_positions is 'x': must be integers"),
+        (True, "input_positions must be integers, got dtype bool"),
+        (np.ones(LENGTH, bool), "input_positions must be integers, got dtype bool"),
+        (np.arange(float(LENGTH)), "input_positions must be integers, got dtype float"),
+        ((1, 2, 3), r"input_positions must be an array or a pair \(queries, keys\), got 3 entries"),
+    ],
+    ids=str,
+)
+def test_wrong_positions(call, positions, match):
+    with pytest.raises(ValueError, match=match):
+        call(X, input_positions=positions, fields={"rope": fast_layers.Rope()})
+
+
+def test_listed_positions_are_one_array(call):
+    positions = jnp.stack([jnp.arange(LENGTH), jnp.arange(LENGTH)[::-1]])
+    options = {"fields": {"rope": fast_layers.Rope()}}
+    want = call(X, input_positions=positions, **options)
+    for given in (positions.tolist(), [positions, positions]):
+        np.testing.assert_array_equal(call(X, input_positions=given, **options), want)
 
 
 # Transforms.

@@ -83,8 +83,9 @@ def dot_product_attention(
       local_window_size: (left, right), each an int or None (unbounded): query i sees keys from
         i + q_offset - left to i + q_offset + right. One int stands for both. A size beyond all keys is no bound.
       segment_ids: packed documents: int [B.., T], or a pair ([B.., T], [B.., S]). Equal ids see each other; a negative
-        id is padding, which sees nothing and is seen by nothing. [T] serves all examples. Ids that int32 does not
-        hold are refused (see `fast_layers.masks.Segments`).
+        id is padding, which sees nothing and is seen by nothing. [T] serves all examples. A pair is a tuple, or a list
+        of two arrays; a list of numbers, nested or not, is one array. Ids that int32 does not hold are refused (see
+        `fast_layers.masks.Segments`).
       q_offset: key position at which query 0 stands, for causal, window and prefix masks: an int or an int array
         [B..], of any size. 0 is top-left alignment, as in jax.nn. "bottom_right" aligns the last query with the last
         key (of the given lengths, where there are any).
@@ -288,7 +289,7 @@ def _prepare(
     flag("broadcast_dropout", broadcast_dropout)
     options = _Options(
         _check_scale(scale, qk_dim),
-        _check_softcap(softcap),
+        check_softcap(softcap),
         rate,
         hashable_precision(precision),
         dispatch.reproducible(),
@@ -314,12 +315,9 @@ def _collect_masks(
     if is_causal:
         given.append(M.Causal())
     if local_window_size is not None:
-        given.append(M.LocalWindow(*_check_window(local_window_size)))
+        given.append(M.LocalWindow(*window_pair("local_window_size", local_window_size)))
     if segment_ids is not None:
-        pair = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids,)
-        if len(pair) not in (1, 2):
-            raise ValueError(f"segment_ids must be an array or a pair (queries, keys), got {len(pair)} entries")
-        given.append(M.Segments(*pair))
+        given.append(M.Segments(*M.queries_and_keys("segment_ids", segment_ids)))
     if query_seq_lengths is not None:
         given.append(M.QueryLengths(query_seq_lengths))
     if key_value_seq_lengths is not None:
@@ -328,10 +326,7 @@ def _collect_masks(
 
 
 def _check_mask(mask: Any) -> M.Mask:
-    if isinstance(mask, type) and issubclass(mask, M.Mask):
-        raise ValueError(f"mask={mask.__name__} is a class: must be one of its masks, such as masks.Causal()")
-    if isinstance(mask, (tuple, list)) and any(isinstance(part, M.Mask) for part in mask):
-        raise ValueError(f"mask is a {type(mask).__name__} of masks: must be one mask; join them by &")
+    M.refuse_what_is_no_mask(mask)
     return mask if isinstance(mask, M.Mask) else M.Dense(mask)  # pyright: ignore[reportArgumentType]
 
 
@@ -406,12 +401,17 @@ def _check_scale(scale: Any, qk_dim: int) -> float:
     return number
 
 
-def _check_softcap(softcap: Any) -> float | None:
+def check_softcap(softcap: Any) -> float | None:
     if softcap is None:
         return None
     if not _is_real(softcap) or not _is_float32(softcap):
         raise ValueError(f"softcap={softcap!r}: must be a finite number > 0 {_OF_FLOAT32}, or None for no cap")
     return float(softcap)
+
+
+def check_implementation(implementation: Any) -> None:
+    """Raise ValueError for a name that no backend has."""
+    dispatch.check_name(OP, BACKENDS, implementation)
 
 
 def _is_float32(number: Any) -> bool:
@@ -449,16 +449,20 @@ def _seed(rng: Any, batch: int, heads: int, broadcast: bool) -> DropoutSeed:
     try:
         return make_seed(rng, batch, heads, broadcast=broadcast)
     except (TypeError, ValueError) as error:
+        if callable(rng):  # as are nnx.Rngs and their streams
+            raise ValueError(
+                f"dropout_rng is a {type(rng).__name__}: must be one PRNG key; call it for one, as in rngs.dropout()"
+            ) from error
         given = f"{rng.dtype}{list(rng.shape)}" if hasattr(rng, "dtype") and hasattr(rng, "shape") else repr(rng)
         raise ValueError(
             f"dropout_rng={given}: must be one PRNG key, such as jax.random.key(0); of several give one, or jax.vmap"
         ) from error
 
 
-def _check_window(window: Any) -> tuple[int | None, int | None]:
+def window_pair(name: str, window: Any) -> tuple[int | None, int | None]:
     if M.is_integer(window):
         return window, window
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"local_window_size={window!r}: must be an int or a pair (left, right)")
+        raise ValueError(f"{name}={window!r}: must be an int or a pair (left, right)")
     left, right = window
     return left, right

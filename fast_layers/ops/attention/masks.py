@@ -21,7 +21,7 @@ import numbers
 import operator
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +171,13 @@ def _merge_segments(a: MaskForm, b: MaskForm):
 
 
 class Mask:
-    """Base of the structured masks; combine with `&`."""
+    """Base of the structured masks; combine with `&`.
+
+    Masks are equal that are built alike: numbers count by value, arrays by identity.
+    """
+
+    # Of two operands numpy's array would come first, and take a mask for an object to be paired with each entry.
+    __array_ufunc__ = None
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
@@ -180,15 +186,42 @@ class Mask:
             )
         return And((*_parts(self), *_parts(other)))
 
+    __rand__ = __and__
+
+    def _only_and(self, *_: Any) -> NoReturn:
+        raise TypeError(
+            "masks are joined by & alone; write out what else is wanted, with True where a query may see a key: "
+            "masks.Dense(array), of mask.as_array(T, S, batch_dims)"
+        )
+
+    __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _only_and
+
+    def __bool__(self) -> NoReturn:
+        raise ValueError("a mask is neither true nor false: join masks by &, not by 'and' or 'or'")
+
+    def __eq__(self, other: object) -> bool:
+        return self._built_of() == other._built_of() if isinstance(other, Mask) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._built_of())
+
+    def _built_of(self) -> tuple[Any, ...]:
+        leaves, tree = jax.tree.flatten(self)
+        return tree, *(("array", id(x)) if isinstance(x, (np.ndarray, jax.Array)) else x for x in leaves)
+
     def lower(self, batch: Sequence[int], q_len: int, kv_len: int, q_offset: Any = 0) -> MaskForm:
         """Reduce to a `MaskForm` for a call with these batch dims and lengths.
 
         `q_offset` is the key position at which query row 0 stands: an int, or an int32 array [B|1, 1].
         """
-        raise NotImplementedError
+        kinds = sorted(kind.__name__ for kind in Mask.__subclasses__() if kind.__module__ == __name__)
+        raise ValueError(f"{type(self).__name__} does not say what a query may see: take one of {', '.join(kinds)}")
 
     def as_array(self, q_len: int, kv_len: int, batch: Sequence[int] = ()) -> Bool[Array, "B|1 N|1 T S"]:
         """The mask as a boolean array, True where a query may see a key."""
+        for name, length in (("q_len", q_len), ("kv_len", kv_len)):
+            if not jax.export.is_symbolic_dim(length) and (not is_integer(length) or length < 0):
+                raise ValueError(f"as_array {name}={length!r}: must be an int >= 0, the number of rows or columns")
         return self.lower(batch, q_len, kv_len).as_array(q_len, kv_len)
 
 
@@ -196,10 +229,18 @@ def _parts(mask: Mask) -> tuple[Mask, ...]:
     return mask.parts if isinstance(mask, And) else (mask,)
 
 
-@typing.dataclass_transform(frozen_default=True)
+def refuse_what_is_no_mask(given: Any) -> None:
+    """Raise ValueError for what looks like a mask and is none. An array is for the caller to read."""
+    if isinstance(given, type) and issubclass(given, Mask):
+        raise ValueError(f"mask={given.__name__} is a class: must be one of its masks, such as masks.Causal()")
+    if isinstance(given, (tuple, list)) and any(isinstance(part, Mask) for part in given):
+        raise ValueError(f"mask is a {type(given).__name__} of masks: must be one mask; join them by &")
+
+
+@typing.dataclass_transform(frozen_default=True, eq_default=False)
 def _mask(data: Sequence[str] = (), meta: Sequence[str] = ()):
     def register(cls):
-        cls = dataclasses.dataclass(frozen=True)(cls)
+        cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
         return jax.tree_util.register_dataclass(cls, data_fields=list(data), meta_fields=list(meta))
 
     return register
@@ -346,7 +387,7 @@ class Prefix(Mask):
 
 
 @jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Offset(Mask):
     """`mask` as seen by queries that start at key position `q_offset` instead of 0.
 
@@ -415,13 +456,17 @@ class Dense(Mask):
     array: ArrayLike
 
     def lower(self, batch, q_len, kv_len, q_offset=0):
-        array = to_array("mask", self.array, "a boolean array or a fast_layers.masks.Mask")
+        array = mask_array(self.array)
         if array.dtype != bool:
             raise ValueError(
                 f"mask has dtype {array.dtype}: must be bool with True where a query may see a key; "
                 "use mask.astype(bool), or pass additive values as bias="
             )
         return MaskForm(dense=logits_operand("mask", array, batch, q_len, kv_len))
+
+
+def mask_array(given: Any) -> Array:
+    return to_array("mask", given, "a boolean array or a fast_layers.masks.Mask")
 
 
 def logits_operand(name: str, array: Array, batch: Sequence[int], q_len, kv_len) -> Array:
@@ -443,7 +488,10 @@ def integers(name: str, values, way_out: str = "") -> Array:
     if isinstance(values, (np.ndarray, np.generic, list, tuple, int)) and not any(
         isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)
     ):
-        known = np.asarray(values)
+        try:
+            known = np.asarray(values)
+        except ValueError as error:
+            raise ValueError(f"{name} is a list of unequal lists: must be integers, as many in each") from error
         if known.size and (known.dtype.kind in "iu" or all(map(is_integer, known.flat))):
             least, most = int(known.min()), int(known.max())
             if least < INT_MIN or most > INT_MAX:
@@ -456,6 +504,17 @@ def integers(name: str, values, way_out: str = "") -> Array:
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, got dtype {array.dtype}")
     return array
+
+
+def queries_and_keys(name: str, given: Any) -> tuple[Any, ...]:
+    """What is given for both, alone, or as a pair: a tuple, or a list of arrays. Any other list is one array."""
+    is_pair = isinstance(given, tuple) or (isinstance(given, list) and any(getattr(x, "ndim", 0) for x in given))
+    if is_pair and len(given) not in (1, 2):
+        raise ValueError(
+            f"{name} must be an array or a pair (queries, keys), got {len(given)} entries in a {type(given).__name__}; "
+            "make them one array, such as by np.array"
+        )
+    return tuple(given) if is_pair else (given,)
 
 
 def positions(name: str, values) -> Int[Array, "..."]:
@@ -492,5 +551,6 @@ def _ids(name: str, values, batch: Sequence[int], length: int) -> Int[Array, "B|
     if array.shape == (length,):
         return array[None]
     if array.shape != (*batch, length):
-        raise ValueError(f"{name} must have shape {(*batch, length)} or ({length},), got {array.shape}")
+        shapes = f"{(*batch, length)} or ({length},)" if batch else f"({length},)"
+        raise ValueError(f"{name} must have shape {shapes}, got {array.shape}")
     return array.reshape(-1, length)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import fast_layers
 from fast_layers import masks
@@ -120,6 +121,15 @@ BAD = {
         ["of the keys", "(2, 7)", "got (2, 5)"],
     ),
     "segments of three": ({"segment_ids": (np.zeros(T, int),) * 3}, ["a pair (queries, keys)", "got 3"]),
+    "segments of text": ({"segment_ids": "x"}, ["segment_ids of the queries is 'x'", "must be integers"]),
+    "segments one by one": (
+        {"segment_ids": (0,) * T},
+        ["a pair (queries, keys)", "got 5 entries in a tuple", "one array"],
+    ),
+    "segments of unequal lists": (
+        {"segment_ids": [[0] * T, [0]]},
+        ["segment_ids of the queries is a list of unequal lists", "must be integers"],
+    ),
     "segments of floats": ({"segment_ids": (_zeros(B, T), _zeros(B, S))}, ["must be integers", "float32"]),
     "offset": ({"q_offset": "bottom_left", "is_causal": True}, ["q_offset='bottom_left'", "'bottom_right'"]),
     "offset without a mask": ({"q_offset": "bottom_left"}, ["q_offset='bottom_left'", "'bottom_right'"]),
@@ -149,6 +159,10 @@ BAD = {
     "precision of a pair": ({"precision": ["high", "foo"]}, ["precision=('high', 'foo')", "a pair"]),
     "precision of a dict": ({"precision": {"a": 1}}, ["precision={'a': 1}", "jax.lax.dot_general"]),
     "no query": ({"query": None}, ["query is None", "must be an array"]),
+    "base of masks": (
+        {"mask": masks.Mask()},
+        ["Mask does not say what a query may see", "take one of", "Causal", "Dense", "Segments"],
+    ),
     "mask of text": ({"mask": "causal"}, ["mask is 'causal'", "boolean array", "masks.Mask"]),
     "class of a mask": ({"mask": masks.Causal}, ["mask=Causal is a class", "masks.Causal()"]),
     "list of masks": ({"mask": [masks.Causal(), masks.LocalWindow(1)]}, ["mask is a list of masks", "join them by &"]),
@@ -162,6 +176,14 @@ BAD = {
     "dropout by two keys": (
         {"dropout_rate": 0.5, "dropout_rng": jax.random.split(jax.random.key(0))},
         ["dropout_rng=key<", "[2]", "one PRNG key", "give one"],
+    ),
+    "dropout by Rngs": (
+        {"dropout_rate": 0.5, "dropout_rng": nnx.Rngs(0)},
+        ["dropout_rng is a Rngs", "one PRNG key", "rngs.dropout()"],
+    ),
+    "dropout by a stream": (
+        {"dropout_rate": 0.5, "dropout_rng": nnx.Rngs(0).dropout},
+        ["dropout_rng is a RngStream", "one PRNG key", "call it", "rngs.dropout()"],
     ),
     "dropout by floats": (
         {"dropout_rate": 0.5, "dropout_rng": _zeros(3)},
@@ -242,6 +264,36 @@ def test_traced_numbers():
 def test_numpy_numbers_are_numbers(options):
     """What configs hold: numpy scalars of any precision are as good as Python's."""
     fast_layers.dot_product_attention(**GOOD, **options)
+
+
+IDS = np.array([[0, 0, 1, 1, 1], [0, 1, 1, 2, -1]])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        IDS.tolist(),
+        [list(row) for row in IDS],
+        [[jnp.int32(i) for i in row] for row in IDS],
+        (IDS, IDS),
+        [IDS, IDS],
+        [IDS, jnp.asarray(IDS)],
+        (IDS.tolist(), IDS.tolist()),
+        [IDS],
+    ],
+    ids=["nested", "of numpy's", "of jax's", "tuple", "list of arrays", "list of both", "tuple of lists", "alone"],
+)
+def test_segment_ids_in_all_forms(given):
+    """A nested list is one array, also of two rows; a pair is a tuple or a list of arrays."""
+    q = np.random.default_rng(0).normal(size=(B, T, K, H)).astype(np.float32)
+    want = fast_layers.dot_product_attention(q, q, q, segment_ids=IDS)
+    np.testing.assert_array_equal(fast_layers.dot_product_attention(q, q, q, segment_ids=given), want)
+
+
+def test_listed_segment_ids_for_all_examples():
+    q = np.random.default_rng(0).normal(size=(B, T, K, H)).astype(np.float32)
+    want = fast_layers.dot_product_attention(q, q, q, segment_ids=IDS[0])
+    np.testing.assert_array_equal(fast_layers.dot_product_attention(q, q, q, segment_ids=IDS[0].tolist()), want)
 
 
 @pytest.mark.parametrize("option", [{"implementation": "xla"}, {"return_residual": True}], ids="-".join)

@@ -359,7 +359,12 @@ BAD = [
     (
         lambda: masks.Segments(np.zeros(3, int)).as_array(3, 5),
         ValueError,
-        r"segment_ids of the keys must have shape \(5,\) or \(5,\), got \(3,\)",
+        r"segment_ids of the keys must have shape \(5,\), got \(3,\)",
+    ),
+    (
+        lambda: masks.Segments(np.zeros(3, int)).as_array(3, 5, batch=(2,)),
+        ValueError,
+        r"segment_ids of the keys must have shape \(2, 5\) or \(5,\), got \(3,\)",
     ),
     (
         lambda: masks.Segments(np.zeros(3)).as_array(3, 3),
@@ -377,6 +382,17 @@ BAD = [
         ValueError,
         r"q_offset must have",
     ),
+    (lambda: np.ones((3, 3), bool) & masks.Causal(), TypeError, r"with ndarray; wrap a boolean array: mask & masks"),
+    (lambda: jnp.ones((3, 3), bool) & masks.Causal(), TypeError, r"with ArrayImpl; wrap a boolean array: mask & masks"),
+    (lambda: masks.Causal() and masks.LocalWindow(3), ValueError, r"neither true nor false: join masks by &, not"),
+    (lambda: masks.Causal() or masks.LocalWindow(3), ValueError, r"neither true nor false: join masks by &, not by"),
+    (lambda: masks.Causal() | masks.LocalWindow(3), TypeError, r"joined by & alone; .*masks\.Dense\(array\)"),
+    (lambda: np.ones((3, 3), bool) | masks.Causal(), TypeError, r"joined by & alone; .*Dense\(array\), of"),
+    (lambda: masks.Causal() ^ masks.LocalWindow(3), TypeError, r"joined by & alone; .*Dense\(array\), of mask"),
+    (lambda: ~masks.Causal(), TypeError, r"joined by & alone; write out what else is wanted"),
+    (lambda: masks.Mask().as_array(3, 3), ValueError, r"^Mask does not say .*: take one of And, Causal, Dense, .*Segm"),
+    (lambda: masks.Causal().as_array(-1, 4), ValueError, r"as_array q_len=-1: must be an int >= 0"),
+    (lambda: masks.Causal().as_array(4, 4.0), ValueError, r"as_array kv_len=4\.0: must be an int >= 0"),
 ]
 
 
@@ -384,3 +400,26 @@ BAD = [
 def test_errors(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_masks_built_alike_are_equal():
+    """Numbers by value, arrays by identity; what is equal has one hash."""
+    ids = np.zeros(4, int)
+    makers = [
+        masks.Causal,
+        lambda: masks.LocalWindow(3, None),
+        lambda: masks.Segments(ids),
+        lambda: masks.Segments(ids, jnp.zeros(4, int)),
+        lambda: masks.KeyLengths(3),
+        lambda: masks.Offset(masks.Causal(), 2),
+        lambda: masks.Offset(masks.Causal(), "bottom_right"),
+        lambda: masks.Causal() & masks.Segments(ids),
+    ]
+    made = [make() for make in makers]
+    for i, one in enumerate(made):
+        assert [one == other for other in made] == [i == j for j in range(len(made))]
+    for make in (makers[0], makers[1], makers[2], makers[5], makers[7]):
+        assert make() == make()
+        assert hash(make()) == hash(make())
+    assert masks.Segments(ids) != masks.Segments(ids.copy())
+    assert masks.Causal() != 3
