@@ -22,6 +22,7 @@ from fast_layers.layers.kv_cache import CacheSlot
 from fast_layers.layers.rope import Rope
 from fast_layers.ops.attention import attention_weights, dot_product_attention, masks
 from fast_layers.ops.attention.api import check_implementation, check_softcap, window_pair
+from fast_layers.ops.operands import is_integer
 from fast_layers.ops.static_options import flag
 
 Window = int | tuple[int | None, int | None]
@@ -234,7 +235,7 @@ def nnx_attention_fn(
 def check_heads(**heads: int | None) -> None:
     """Raise ValueError for numbers of heads that Flax would divide by; None is left to Flax."""
     for name, number in heads.items():
-        if number is not None and (not masks.is_integer(number) or number < 1):
+        if number is not None and (not is_integer(number) or number < 1):
             raise ValueError(f"{name}={number!r}: must be an int >= 1")
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
+
+from fast_layers.kernel_parts.kv_range import INT_MAX
+
+INT_MIN = -INT_MAX - 1
 
 
 def to_array(name: str, given: Any, wanted: str = "an array") -> Array:
@@ -23,4 +30,32 @@ def floating(name: str, given: Any) -> Array:
             f"{name} has dtype {array.dtype}: must be floating point (float16, bfloat16, float32, float64); "
             f"cast it, e.g. {name}.astype(jnp.bfloat16)"
         )
+    return array
+
+
+def is_integer(number: Any) -> bool:
+    """An int or numpy integer, but no bool."""
+    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
+
+
+def integers(name: str, values: Any, way_out: str = "") -> Array:
+    """Numbers as JAX has them. Those known here that do not fit in int32, to which JAX would cut them, are refused."""
+    if isinstance(values, (np.ndarray, np.generic, list, tuple, int)) and not any(
+        isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)
+    ):
+        try:
+            known = np.asarray(values)
+        except ValueError as error:
+            raise ValueError(f"{name} is a list of unequal lists: must be integers, as many in each") from error
+        if known.size and (known.dtype.kind in "iu" or all(map(is_integer, known.flat))):
+            least, most = int(known.min()), int(known.max())
+            if least < INT_MIN or most > INT_MAX:
+                raise ValueError(
+                    f"{name} must fit in int32, got {least if least < INT_MIN else most}{way_out and f'; {way_out}'}"
+                )
+            known = known.astype(np.int32)
+        values = known
+    array = to_array(name, values, "integers")
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got dtype {array.dtype}")
     return array

@@ -21,7 +21,7 @@ from fast_layers.ops.attention import masks as M
 from fast_layers.ops.attention import reference, sharding
 from fast_layers.ops.attention.backends import BACKENDS
 from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, Residuals
-from fast_layers.ops.operands import floating
+from fast_layers.ops.operands import floating, is_integer
 from fast_layers.ops.static_options import flag, hashable_precision
 
 OP = "dot_product_attention"
@@ -460,7 +460,7 @@ def _seed(rng: Any, batch: int, heads: int, broadcast: bool) -> DropoutSeed:
 
 
 def window_pair(name: str, window: Any) -> tuple[int | None, int | None]:
-    if M.is_integer(window):
+    if is_integer(window):
         return window, window
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"{name}={window!r}: must be an int or a pair (left, right)")

@@ -29,10 +29,9 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Int
 
 from fast_layers.kernel_parts.kv_range import INT_MAX
-from fast_layers.ops.operands import to_array
+from fast_layers.ops.operands import INT_MIN, integers, is_integer, to_array
 
 BOTTOM_RIGHT = "bottom_right"
-INT_MIN = -INT_MAX - 1
 FAR = (1 << 30) - 1
 """A distance beyond all keys: no length comes near it, and a row's index can be added to it in int32."""
 
@@ -441,11 +440,6 @@ def add_offsets(a, b, most: int = INT_MAX):
     return within + jnp.int32((b - INT_MIN) % (1 << 32) + INT_MIN)  # `b` modulo 2^32: the sum fits
 
 
-def is_integer(number) -> bool:
-    """An int or numpy integer, but no bool."""
-    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
-
-
 @_mask(data=["array"])
 class Dense(Mask):
     """An arbitrary boolean array, True where a query may see a key; broadcastable to [batch.., N, T, S].
@@ -481,29 +475,6 @@ def logits_operand(name: str, array: Array, batch: Sequence[int], q_len, kv_len)
     if all(dim == 1 for dim in leading):
         return array.reshape((1, *shape[-3:]))
     return jnp.broadcast_to(array.reshape(shape), (*batch, *shape[-3:])).reshape((-1, *shape[-3:]))
-
-
-def integers(name: str, values, way_out: str = "") -> Array:
-    """Numbers as JAX has them. Those known here that do not fit in int32, to which JAX would cut them, are refused."""
-    if isinstance(values, (np.ndarray, np.generic, list, tuple, int)) and not any(
-        isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)
-    ):
-        try:
-            known = np.asarray(values)
-        except ValueError as error:
-            raise ValueError(f"{name} is a list of unequal lists: must be integers, as many in each") from error
-        if known.size and (known.dtype.kind in "iu" or all(map(is_integer, known.flat))):
-            least, most = int(known.min()), int(known.max())
-            if least < INT_MIN or most > INT_MAX:
-                raise ValueError(
-                    f"{name} must fit in int32, got {least if least < INT_MIN else most}{way_out and f'; {way_out}'}"
-                )
-            known = known.astype(np.int32)
-        values = known
-    array = to_array(name, values, "integers")
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers, got dtype {array.dtype}")
-    return array
 
 
 def queries_and_keys(name: str, given: Any) -> tuple[Any, ...]:

@@ -9,8 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from fast_layers.ops.attention.masks import integers
-from fast_layers.ops.operands import floating
+from fast_layers.ops.operands import floating, integers
 from fast_layers.ops.ssd.problem import Inputs
 
 
