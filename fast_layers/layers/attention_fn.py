@@ -22,7 +22,7 @@ from fast_layers.layers.kv_cache import CacheSlot
 from fast_layers.layers.rope import Rope
 from fast_layers.ops.attention import attention_weights, dot_product_attention, masks
 from fast_layers.ops.attention.api import check_implementation, check_softcap, window_pair
-from fast_layers.ops.operands import is_integer
+from fast_layers.ops.operands import integers, is_integer
 from fast_layers.ops.static_options import flag
 
 Window = int | tuple[int | None, int | None]
@@ -291,7 +291,7 @@ def _positions(
             "input_positions must be a pair (queries, keys) when their lengths differ, got one array for "
             f"{q_len} queries and {kv_len} keys"
         )
-    read = [masks.integers("input_positions", given) for given in pair]
+    read = [integers("input_positions", given) for given in pair]
     return read[0], read[-1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fast_layers.ops.operands import is_integer, is_real
+
 Initializer = Callable[..., Array]
 
 
 def projection(n_layer: int = 1) -> Initializer:
     """PyTorch's default for linear and convolution weights, uniform up to 1 / sqrt(fan_in), over sqrt(n_layer)."""
-    if not isinstance(n_layer, numbers.Integral) or isinstance(n_layer, bool) or n_layer < 1:
+    if not is_integer(n_layer) or n_layer < 1:
         raise ValueError(f"{n_layer=}: must be an int, at least 1")
     return jax.nn.initializers.variance_scaling(1 / (3 * n_layer), "fan_in", "uniform")
 
@@ -73,4 +74,4 @@ def a_log(A_init_range: tuple[float, float]) -> Initializer:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    return is_real(value) and math.isfinite(value)

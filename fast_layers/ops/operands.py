@@ -38,6 +38,11 @@ def is_integer(number: Any) -> bool:
     return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
+def is_real(number: Any) -> bool:
+    """A number of Python or numpy, but no bool."""
+    return isinstance(number, numbers.Real) and not isinstance(number, bool)
+
+
 def integers(name: str, values: Any, way_out: str = "") -> Array:
     """Numbers as JAX has them. Those known here that do not fit in int32, to which JAX would cut them, are refused."""
     if isinstance(values, (np.ndarray, np.generic, list, tuple, int)) and not any(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from fast_layers.ops.operands import is_integer, is_real
 
 
 def flag(name: str, value: Any) -> None:
@@ -22,12 +23,12 @@ def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
 
 
 def check_size(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+    if not is_integer(value) or value < 1:
         raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
 
 
 def check_dropout_rate(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 <= float(value) < 1.0:
+    if not is_real(value) or not 0.0 <= value < 1.0:
         raise ValueError(f"dropout_rate={value!r}: must be a number in the range [0, 1)")
 
 

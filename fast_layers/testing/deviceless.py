@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
-import numbers
 import os
 import pickle
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 
 import jax
 
+from fast_layers.ops.operands import is_real
 from fast_layers.testing import _deviceless_sass as sass
 from fast_layers.testing._deviceless_targets import TARGETS
 
@@ -182,7 +182,7 @@ def compile_all_for(
         raise ValueError(f"gpu={gpu!r}: must be one of {', '.join(map(repr, TARGETS))}")
     if missing := missing_wheels():
         raise ValueError(missing)
-    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not float(timeout) > 0:
+    if not is_real(timeout) or not timeout > 0:
         raise ValueError(f"timeout={timeout!r}: must be a positive number of seconds")
     if not compilations:
         raise ValueError("compilations is empty, so nothing would be compiled")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import numbers
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ import jax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.ops.operands import is_real
 from fast_layers.testing import _simulator_machine as machine
 from fast_layers.testing._simulator_extension import extended_interpret_mode
 
@@ -120,7 +120,7 @@ def simulated(
     """As `simulate`, for several calls: those with arrays of the same shapes are traced and compiled once. A call may
     run no kernel."""
     _check_pool()
-    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not float(timeout) > 0:
+    if not is_real(timeout) or not timeout > 0:
         raise ValueError(f"timeout={timeout!r}: must be a positive number of seconds")
     params = plgpu.InterpretGPUParams(
         detect_races=detect_races,

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import numbers
 import operator
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from fast_layers.ops.attention import masks as M
 from fast_layers.ops.attention import reference, sharding
 from fast_layers.ops.attention.backends import BACKENDS
 from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, Residuals
-from fast_layers.ops.operands import floating, is_integer
+from fast_layers.ops.operands import floating, is_integer, is_real
 from fast_layers.ops.static_options import flag, hashable_precision
 
 OP = "dot_product_attention"
@@ -404,7 +403,7 @@ def _check_scale(scale: Any, qk_dim: int) -> float:
 def check_softcap(softcap: Any) -> float | None:
     if softcap is None:
         return None
-    if not _is_real(softcap) or not _is_float32(softcap):
+    if not is_real(softcap) or not _is_float32(softcap):
         raise ValueError(f"softcap={softcap!r}: must be a finite number > 0 {_OF_FLOAT32}, or None for no cap")
     return float(softcap)
 
@@ -422,7 +421,7 @@ def _is_float32(number: Any) -> bool:
 def _known_number(x: Any) -> float | None:
     """Of Python or numpy, or an array of no dims that is no tracer; None for all else."""
     try:
-        if _is_real(x):
+        if is_real(x):
             return float(x)
         real = jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
         return float(x) if real and x.ndim == 0 else None
@@ -432,13 +431,8 @@ def _known_number(x: Any) -> float | None:
         return None
 
 
-def _is_real(number: Any) -> bool:
-    """A number of Python or numpy, but no bool."""
-    return isinstance(number, numbers.Real) and not isinstance(number, bool)
-
-
 def _check_dropout(rate: Any, rng: Array | None) -> float:
-    if not _is_real(rate) or not 0.0 <= rate < 1.0:
+    if not is_real(rate) or not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout_rate={rate!r}: must be a number in [0, 1)")
     if rate and rng is None:
         raise ValueError(f"dropout_rng is required with {rate=}: pass a key such as jax.random.key(0)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from fast_layers import dispatch
 from fast_layers.ops.gated_norm import reference, sharding
 from fast_layers.ops.gated_norm.backends import BACKENDS
 from fast_layers.ops.gated_norm.problem import Inputs, Problem
-from fast_layers.ops.operands import floating
+from fast_layers.ops.operands import floating, is_integer, is_real
 from fast_layers.ops.static_options import flag
 
 OP = "gated_rms_norm"
@@ -96,10 +95,9 @@ def _problem(inputs: Inputs, group_size: Any, eps: Any, norm_before_gate: bool) 
     if weight.shape != (features,):
         raise ValueError(f"weight must have shape (features,) = ({features},), got {weight.shape}")
     group_size = features if group_size is None else group_size
-    whole = isinstance(group_size, numbers.Integral) and not isinstance(group_size, bool)
-    if not whole or group_size < 1 or features % group_size:
+    if not is_integer(group_size) or group_size < 1 or features % group_size:
         raise ValueError(f"{group_size=}: must be a divisor of the {features} features, or None for all of them")
-    if not isinstance(eps, numbers.Real) or isinstance(eps, bool) or not 0 <= float(eps) < math.inf:
+    if not is_real(eps) or not 0 <= eps < math.inf:
         raise ValueError(f"{eps=}: must be a number, 0 or more")
     flag("norm_before_gate", norm_before_gate)
     return Problem(tuple(rows), features, y.dtype, int(group_size), float(eps), norm_before_gate)

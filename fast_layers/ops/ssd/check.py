@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from fast_layers.ops.operands import floating, integers
+from fast_layers.ops.operands import floating, integers, is_integer, is_real
 from fast_layers.ops.ssd.problem import Inputs
 
 
@@ -52,7 +51,7 @@ def document_ids(ids: Any) -> Int[Array, "..."]:
 def chunk_size(chunk: Any, default: int, length: int) -> int:
     if chunk is None:
         chunk = default
-    if not isinstance(chunk, numbers.Integral) or isinstance(chunk, bool) or chunk < 1:
+    if not is_integer(chunk) or chunk < 1:
         raise ValueError(f"chunk_size={chunk!r}: must be an int >= 1, or None for the default")
     return min(int(chunk), length) if isinstance(length, int) else int(chunk)
 
@@ -61,7 +60,7 @@ def dt_limit(limit: Any) -> tuple[float, float]:
     wanted = "must be a pair of numbers (low, high) with low <= high, known when tracing"
     if not isinstance(limit, (tuple, list)) or len(limit) != 2:
         raise ValueError(f"dt_limit={limit!r}: {wanted}")
-    if not all(isinstance(bound, numbers.Real) and not isinstance(bound, bool) for bound in limit):
+    if not all(map(is_real, limit)):
         raise ValueError(f"dt_limit={limit!r}: {wanted}")
     low, high = map(float, limit)
     if math.isnan(low) or math.isnan(high) or low > high:
