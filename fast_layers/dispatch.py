@@ -8,7 +8,6 @@ shows the outcome for any function, `use_backends` (or the environment) steers i
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -292,12 +291,11 @@ def choose(
         if reason is None:
             return Choice(pass_, arch, backend, tuple(refusals))
         refusals.append((backend.name, reason))
-    way_out = _way_out(backends, functools.partial(_takes, problem, arch, pass_), wanted, policy, instead)
-    return Choice(pass_, arch, None, tuple(refusals), way_out)
 
+    def takes(backend: Backend, by_name: bool) -> bool:
+        return backend.refuses(problem, arch, pass_, by_name=by_name) is None
 
-def _takes(problem: Any, arch: Arch, pass_: Pass, backend: Backend, by_name: bool) -> bool:
-    return backend.refuses(problem, arch, pass_, by_name=by_name) is None
+    return Choice(pass_, arch, None, tuple(refusals), _way_out(backends, takes, wanted, policy, instead))
 
 
 def _way_out(

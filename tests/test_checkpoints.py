@@ -105,6 +105,13 @@ def test_a_loaded_model_computes_what_the_paper_says(tmp_path, embedding):
     np.testing.assert_allclose(logits_of(model), want, rtol=1e-3, atol=2e-4)
 
 
+def test_sizes_of_numpy_are_written_as_json():
+    config = Mamba2LMConfig(d_model=np.int64(64), n_layer=np.int32(2), vocab_size=50, headdim=32)
+    assert json.loads(json.dumps(config.to_json("state-spaces")))["n_layer"] == 2
+    with pytest.raises(ValueError, match="n_layer=True: must be an int, at least 1"):
+        Mamba2LMConfig(d_model=64, n_layer=True, vocab_size=50)
+
+
 def test_norm_eps_is_that_of_all_norms(tmp_path, monkeypatch):
     """Of blocks, mixers and the end, as in Hugging Face's; so large here that one of 1e-5 among them shows."""
     monkeypatch.setattr(mamba2_oracle, "rms_norm", functools.partial(mamba2_oracle.rms_norm, eps=0.5))

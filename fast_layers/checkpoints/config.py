@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from fast_layers.layers.mamba2_options import Mamba2Options
-from fast_layers.ops.static_options import flag
+from fast_layers.ops.operands import is_integer
+from fast_layers.ops.static_options import check_size, flag
 
 Layout = Literal["state-spaces", "huggingface"]
 LAYOUTS: tuple[Layout, Layout] = ("state-spaces", "huggingface")
@@ -100,9 +101,10 @@ class Mamba2LMConfig:
 
     def __post_init__(self):
         for name in ("n_layer", "vocab_size", "pad_vocab_size_multiple"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: must be an int, at least 1")
+            check_size(name, getattr(self, name))
+        for field in dataclasses.fields(self):
+            if is_integer(value := getattr(self, field.name)):
+                object.__setattr__(self, field.name, int(value))  # numpy's are not written to JSON
         for name in ("tie_embeddings", "residual_in_fp32", "bias", "conv_bias"):
             flag(name, getattr(self, name))
         # The options reject what no mixer has.

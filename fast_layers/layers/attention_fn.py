@@ -22,8 +22,8 @@ from fast_layers.layers.kv_cache import CacheSlot
 from fast_layers.layers.rope import Rope
 from fast_layers.ops.attention import attention_weights, dot_product_attention, masks
 from fast_layers.ops.attention.api import check_implementation, check_softcap, window_pair
-from fast_layers.ops.operands import integers, is_integer
-from fast_layers.ops.static_options import flag
+from fast_layers.ops.operands import integers
+from fast_layers.ops.static_options import check_size, flag
 
 Window = int | tuple[int | None, int | None]
 Positions = ArrayLike | tuple[ArrayLike, ArrayLike]
@@ -235,8 +235,8 @@ def nnx_attention_fn(
 def check_heads(**heads: int | None) -> None:
     """Raise ValueError for numbers of heads that Flax would divide by; None is left to Flax."""
     for name, number in heads.items():
-        if number is not None and (not is_integer(number) or number < 1):
-            raise ValueError(f"{name}={number!r}: must be an int >= 1")
+        if number is not None:
+            check_size(name, number)
 
 
 def with_segments(mask: MaskLike | None, segment_ids: Any) -> MaskLike | None:

@@ -95,7 +95,6 @@ class FusedMLP(nnx.Module):
             in_features=in_features,
             hidden_features=hidden_features,
             out_features=self.out_features,
-            activation=activation,
             gated=gated,
             use_bias=use_bias,
             dropout_rate=dropout_rate,

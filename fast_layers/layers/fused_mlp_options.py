@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fast_layers.ops.mlp.activations import canonical_name
+from fast_layers import dispatch
 from fast_layers.ops.mlp.backends import BACKENDS
 from fast_layers.ops.mlp.problem import SAVES
 from fast_layers.ops.static_options import check_dropout_rate, check_size, flag, one_of
@@ -12,7 +12,6 @@ from fast_layers.ops.static_options import check_dropout_rate, check_size, flag,
 
 def check_settings(
     *,
-    activation: Any,
     gated: Any,
     use_bias: Any,
     dropout_rate: Any,
@@ -23,10 +22,8 @@ def check_settings(
     """`sizes`: of features, by their names."""
     for name, given in sizes.items():
         check_size(name, given)
-    canonical_name(activation)
     flag("gated", gated)
     flag("use_bias", use_bias)
     check_dropout_rate(dropout_rate)
     one_of("save", save, SAVES)
-    if implementation is not None:
-        one_of("implementation", implementation, tuple(backend.name for backend in BACKENDS))
+    dispatch.check_name("mlp", BACKENDS, implementation)

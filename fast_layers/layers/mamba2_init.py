@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fast_layers.ops.operands import is_integer, is_real
+from fast_layers.ops.operands import is_real
+from fast_layers.ops.static_options import check_size
 
 Initializer = Callable[..., Array]
 
 
 def projection(n_layer: int = 1) -> Initializer:
     """PyTorch's default for linear and convolution weights, uniform up to 1 / sqrt(fan_in), over sqrt(n_layer)."""
-    if not is_integer(n_layer) or n_layer < 1:
-        raise ValueError(f"{n_layer=}: must be an int, at least 1")
+    check_size("n_layer", n_layer)
     return jax.nn.initializers.variance_scaling(1 / (3 * n_layer), "fan_in", "uniform")
 
 

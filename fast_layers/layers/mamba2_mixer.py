@@ -16,9 +16,8 @@ from jaxtyping import Array, ArrayLike, Float
 from fast_layers.layers.mamba2_options import Mamba2Options
 from fast_layers.ops.conv1d import causal_conv1d, causal_conv1d_step
 from fast_layers.ops.gated_norm import gated_rms_norm
-from fast_layers.ops.operands import to_array
+from fast_layers.ops.operands import document_ids, to_array
 from fast_layers.ops.ssd import ssd, ssd_step
-from fast_layers.ops.ssd.check import document_ids
 
 
 class Mamba2State(NamedTuple):

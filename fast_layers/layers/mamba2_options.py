@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
+from fast_layers import dispatch
 from fast_layers.ops.ssd import check
 from fast_layers.ops.ssd.backends import BACKENDS
-from fast_layers.ops.static_options import flag
+from fast_layers.ops.static_options import check_size, flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Mamba2Options:
 
     def __post_init__(self):
         for name in ("d_model", "d_state", "d_conv", "expand", "headdim", "ngroups"):
-            _check_count(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         if self.d_ssm is not None:
-            _check_count("d_ssm", self.d_ssm)
+            check_size("d_ssm", self.d_ssm)
         for name in ("D_has_hdim", "rmsnorm", "norm_before_gate"):
             flag(name, getattr(self, name))
         if self.scanned > self.d_inner:
@@ -57,11 +57,7 @@ class Mamba2Options:
         object.__setattr__(self, "dt_limit", check.dt_limit(self.dt_limit))
         if self.chunk_size is not None:
             check.chunk_size(self.chunk_size, default=1, length=1)
-        backends = [backend.name for backend in BACKENDS]
-        if self.implementation is not None and self.implementation not in backends:
-            raise ValueError(
-                f"implementation {self.implementation!r} is unknown; the backends of ssd are {', '.join(backends)}"
-            )
+        dispatch.check_name("ssd", BACKENDS, self.implementation)
 
     @property
     def d_inner(self) -> int:
@@ -90,8 +86,3 @@ class Mamba2Options:
     def projections(self) -> tuple[int, ...]:
         """Sizes of what `in_proj` computes: the MLP's gate and value, the scan's gate z, x with B and C, dt."""
         return (self.d_mlp, self.d_mlp, self.scanned, self.conv_channels, self.heads)
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r}: must be an int, at least 1")

@@ -75,7 +75,6 @@ class FusedMLP(nn.Module):
             in_features=in_features,
             hidden_features=self.hidden_features,
             out_features=out_features,
-            activation=self.activation,
             gated=self.gated,
             use_bias=self.use_bias,
             dropout_rate=self.dropout_rate,

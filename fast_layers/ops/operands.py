@@ -64,3 +64,8 @@ def integers(name: str, values: Any, way_out: str = "") -> Array:
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, got dtype {array.dtype}")
     return array
+
+
+def document_ids(ids: Any) -> Array:
+    """Ids that JAX would cut to 32 bits, so that two documents could become one, are refused."""
+    return integers("segment_ids", ids, "number them: np.unique(ids, return_inverse=True)[1].reshape(ids.shape)")

@@ -24,12 +24,18 @@ def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
 
 def check_size(name: str, value: Any) -> None:
     if not is_integer(value) or value < 1:
-        raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
+        raise ValueError(f"{name}={value!r}: must be an int, at least 1")
 
 
 def check_dropout_rate(value: Any) -> None:
     if not is_real(value) or not 0.0 <= value < 1.0:
-        raise ValueError(f"dropout_rate={value!r}: must be a number in the range [0, 1)")
+        raise ValueError(f"dropout_rate={value!r}: must be a number in [0, 1)")
+
+
+@functools.cache
+def _try_precision(precision: Any) -> None:
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    jax.eval_shape(functools.partial(jnp.matmul, precision=precision), one, one)
 
 
 def hashable_precision(precision: Any) -> Any:
@@ -38,9 +44,7 @@ def hashable_precision(precision: Any) -> Any:
     if precision is None or isinstance(precision, (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)):
         return precision
     try:
-        hash(precision)
-        one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-        jax.eval_shape(functools.partial(jnp.matmul, precision=precision), one, one)
+        _try_precision(precision)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"precision={precision!r}: must be None or what jax.lax.dot_general takes, such as 'highest', "

@@ -283,5 +283,4 @@ def found(module: Any, fault: str, faults: Mapping[str, tuple[Case, Any, str]], 
     assert stand_in.hits > 0, "the kernel has no such event any more"
     (sim,) = judged.simulations[-1:]
     assert sim.faulty
-    if access:
-        assert tells(sim, access), sim.report()
+    assert tells(sim, access), sim.report()

@@ -21,7 +21,7 @@ from fast_layers.ops.attention import reference, sharding
 from fast_layers.ops.attention.backends import BACKENDS
 from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, Residuals
 from fast_layers.ops.operands import floating, is_integer, is_real
-from fast_layers.ops.static_options import flag, hashable_precision
+from fast_layers.ops.static_options import check_dropout_rate, flag, hashable_precision
 
 OP = "dot_product_attention"
 RESIDUAL_NAMES = ("fast_layers_attention_out", "fast_layers_attention_lse")
@@ -432,8 +432,7 @@ def _known_number(x: Any) -> float | None:
 
 
 def _check_dropout(rate: Any, rng: Array | None) -> float:
-    if not is_real(rate) or not 0.0 <= rate < 1.0:
-        raise ValueError(f"dropout_rate={rate!r}: must be a number in [0, 1)")
+    check_dropout_rate(rate)
     if rate and rng is None:
         raise ValueError(f"dropout_rng is required with {rate=}: pass a key such as jax.random.key(0)")
     return float(rate)

@@ -14,8 +14,7 @@ from fast_layers.ops.conv1d.activations import ACTIVATIONS
 from fast_layers.ops.conv1d.backends import BACKENDS
 from fast_layers.ops.conv1d.history import reach_of
 from fast_layers.ops.conv1d.problem import Aux, Inputs, Outputs, Problem
-from fast_layers.ops.operands import floating
-from fast_layers.ops.ssd.check import document_ids
+from fast_layers.ops.operands import document_ids, floating
 from fast_layers.ops.static_options import flag
 
 OP = "causal_conv1d"

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from fast_layers.ops.operands import floating, integers, is_integer, is_real
+from fast_layers.ops.operands import document_ids, floating, is_integer, is_real
 from fast_layers.ops.ssd.problem import Inputs
 
 
@@ -41,11 +41,6 @@ def segment_ids(ids: Any, batch: int, length: int) -> Int[Array, "B L"] | None:
             f"segment_ids must have shape (batch, length) = {(batch, length)} or (length,), got {ids.shape}"
         )
     return jnp.broadcast_to(ids, (batch, length))
-
-
-def document_ids(ids: Any) -> Int[Array, "..."]:
-    """As an array. Ids that JAX would cut to 32 bits, so that two documents could become one, are refused."""
-    return integers("segment_ids", ids, "number them: np.unique(ids, return_inverse=True)[1].reshape(ids.shape)")
 
 
 def chunk_size(chunk: Any, default: int, length: int) -> int:
