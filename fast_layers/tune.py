@@ -243,7 +243,9 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
         warpgroups = (2, 3) if depth <= 64 else (2,)
         orders: list[dict[str, Any]] = [{"takes_turns": True}, {"takes_turns": False}]
         orders += (
-            [{**o, "cluster": 2} for o in orders] if mask == "full" else [{"takes_turns": False, "own_spans": True}]
+            [{**o, "cluster": 2} for o in orders]
+            if mask == "full"
+            else [{"takes_turns": False, "own_spans": True, "awaits_keys_early": early} for early in (False, True)]
         )
         orders += [{**o, "last_keys_first": True} for o in orders] if mask == "causal" else []
         held = [{"takes_turns": False, "held_columns": columns} for columns in (64, 128)]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.online_softmax import OnlineSoftmax
 
-_COLUMNS = 8
+COLUMNS = 8
 """From one of the pairs of columns that a thread holds of a row to the next."""
 
 
@@ -31,7 +31,7 @@ class LaneSoftmax(NamedTuple):
     def start(cls, rows: int) -> LaneSoftmax:
         layout = plgpu.Layout.WGMMA
         row_max = plgpu.layout_cast(jnp.full((rows,), jnp.finfo(jnp.float32).min), layout.reduce(1))
-        return cls(row_max, plgpu.layout_cast(jnp.zeros((rows, _COLUMNS), jnp.float32), layout))
+        return cls(row_max, plgpu.layout_cast(jnp.zeros((rows, COLUMNS), jnp.float32), layout))
 
     def step(self, scores: Float[Array, "R S"], to_log2: float):
         """(state, weights [R, S], rescale [R]), as `OnlineSoftmax.step`."""
@@ -39,8 +39,8 @@ class LaneSoftmax(NamedTuple):
         weights = jnp.exp2(scores * to_log2 - lax.broadcast_in_dim(row_max, scores.shape, [0]))
         rescale = jnp.exp2(self.row_max_log2 - row_max)
         sums = self.sums * lax.broadcast_in_dim(rescale, self.sums.shape, [0])
-        for column in range(0, scores.shape[1], _COLUMNS):
-            sums += weights[:, column : column + _COLUMNS]
+        for column in range(0, scores.shape[1], COLUMNS):
+            sums += weights[:, column : column + COLUMNS]
         return LaneSoftmax(row_max, sums), weights, rescale
 
     def whole(self) -> OnlineSoftmax:

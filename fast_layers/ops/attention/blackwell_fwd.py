@@ -95,7 +95,7 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
         softmaxes = [
             functools.partial(softmax, tile, mask, logits, inputs, s, out_ref, lse_ref) for tile in range(tiles.q_tiles)
         ]
-        roles = [*softmaxes, functools.partial(load, work, mask, inputs, s), functools.partial(multiply, s)]
+        roles = [*softmaxes, functools.partial(load, work, mask, inputs, s, mends=True), functools.partial(multiply, s)]
 
         def play(own: int, role):
             registers = tiles.registers[own]

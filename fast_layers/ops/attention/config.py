@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax.numpy as jnp
+
 from fast_layers.arch import Arch
 from fast_layers.kernel_parts.dropout import KEYS_PER_BLOCK
 from fast_layers.ops.attention.kernel_operands import padded_depth
@@ -247,7 +249,10 @@ class HopperForwardTiles:
     with `own_spans` a warpgroup passes over those tiles of keys within its block's that none of its own rows sees, of a
     mask that is known before the call; `cluster` blocks load keys and values together, where all queries see the same;
     with `last_keys_first` tiles of keys come from the last on, and no other needs a mask, where `one_ragged_tile`;
-    `held_columns` of the queries stay in registers, where no step but the first of `last_keys_first` hides scores.
+    `held_columns` of the queries stay in registers, where no step but the first of `last_keys_first` hides scores;
+    with `first_maximum` weights are relative to the maximum of a row's first tile of keys, in bfloat16 alone, whose
+    range is float32's, and with nothing given for each score, which might hide a row's first keys by large numbers;
+    with it `awaits_keys_early` keeps ptxas from moving exponentials behind the wait for out's product.
     """
 
     compute_wgs: int
@@ -261,6 +266,8 @@ class HopperForwardTiles:
     cluster: int = 1
     last_keys_first: bool = False
     held_columns: int = 0
+    first_maximum: bool = True
+    awaits_keys_early: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
@@ -358,6 +365,8 @@ class HopperForwardTiles:
         alike = sees_all(p) and -(-p.q_len // self.q_tile) % 2 == 0
         known = p.mask.band is not None and not arrays
         alone = self.cluster == 2 and not alike
+        many = self.splits == 1 and p.q_len > 64  # few rows wait for memory, whatever their softmax does
+        first_maximum = self.first_maximum and many and p.dtype == jnp.bfloat16 and not p.per_score
         last_keys_first = self.last_keys_first and self.one_ragged_tile(p)
         whole = (sees_all(p) or last_keys_first) and p.kv_len % self.kv_tile == 0
         held = whole and p.softcap is None and self.held_columns < p.qk_dim and p.qk_dim % _SWIZZLED_COLUMNS == 0
@@ -366,6 +375,8 @@ class HopperForwardTiles:
             own_spans=self.own_spans and known,
             last_keys_first=last_keys_first,
             held_columns=self.held_columns if held else 0,
+            first_maximum=first_maximum,
+            awaits_keys_early=self.awaits_keys_early and first_maximum,
             cluster=1 if alone else self.cluster,
             takes_turns=self.takes_turns or alone,
         )
@@ -401,7 +412,8 @@ class HopperForwardTiles:
         persistent = deals or (not causal and p.kv_len <= 4096)
         blocks = HOPPER_SMS if persistent else 0
         if deepest <= 64:
-            own = cls(3, 128, 3, 2, HOPPER_SMS, takes_turns=False, own_spans=True, last_keys_first=True)
+            orders = {"takes_turns": False, "own_spans": True, "last_keys_first": True, "awaits_keys_early": True}
+            own = cls(3, 128, 3, 2, HOPPER_SMS, **orders)
             gains = own.one_ragged_tile(p) or (windowed and _keys_seen(p, 128) <= 1152)
             if known and (longest <= 512 or (longest > 1024 and gains)):
                 return own
@@ -409,7 +421,8 @@ class HopperForwardTiles:
                 return cls(2, 128, 3, 2, HOPPER_SMS, takes_turns=longest > 512, last_keys_first=True)
             if p.mask.interval_arrays or p.per_score:  # the mask's registers do not fit in three warpgroups' share
                 return cls(2, 128, stages=3, q_slots=2 if in_the_call else 1, blocks=HOPPER_SMS if in_the_call else 0)
-            return cls(3, 128, stages=3, q_slots=2 if persistent else 1, blocks=blocks)
+            persistent |= sees_all(p)
+            return cls(3, 128, stages=3, q_slots=2 if persistent else 1, blocks=HOPPER_SMS if persistent else 0)
         if deepest <= 128:
             if p.dropout_rate:
                 return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row

@@ -221,6 +221,10 @@ class Work:
         found = jnp.where(ranks == wanted, order.group * index, 0) + jnp.where(place == 0, rest, 0)
         return found.sum(-1, dtype=jnp.int32)
 
+    def tile_at(self, span: Span, i: Any) -> Any:
+        """The i-th tile of keys that a piece takes."""
+        return span.last - 1 - i if self.backwards else span.first + i
+
     def key_tiles(self) -> np.ndarray:
         """Of each piece, or of each block's; all the same where the mask is not known before the call."""
         p, tiles, order = self.problem, self.tiles, self.order
@@ -292,47 +296,53 @@ class Work:
         return out, packed_heads.unpack_lse(lse, group)
 
 
-def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, steps, again: bool | None = None) -> None:
+def load_query(work: Work, inputs: Any, s: Any, piece: Piece, turn: Any) -> None:
+    """A piece's queries, `turn` of the block's, into their slot; `s` is the kernel's scratch."""
+    tiles = work.tiles
+    parts = tiles.q_tile // work.rows
+    for part in range(parts):
+        slot = lax.rem(turn, tiles.q_slots) * parts + part
+
+        @pl.when(turn >= tiles.q_slots)
+        def _wait(slot=slot):
+            plgpu.barrier_wait(s.q_consumed.at[slot])
+
+        if work.is_loose(inputs.query):
+            _, queries, heads, _ = inputs.query.shape
+            group = heads // work.problem.heads
+            for t in range(queries):
+                query = inputs.query.at[piece.example, t, pl.ds(piece.head * group, group)]
+                plgpu.copy_gmem_to_smem(query, s.loose_query.at[pl.ds(t * group, group)], s.q_ready.at[slot])
+            continue
+        rows = pl.ds(piece.q_index * tiles.q_tile + part * work.rows, work.rows)
+        query = inputs.query.at[piece.example, rows, piece.head]
+        plgpu.copy_gmem_to_smem(query, s.q_slots.at[slot], s.q_ready.at[slot])
+
+
+def keys_and_values(work: Work, inputs: Any, piece: Piece, j: Any) -> tuple[Any, Any]:
+    """Tile `j` of each, in the GPU's memory."""
+    keys = pl.ds(j * work.tiles.kv_tile, work.tiles.kv_tile)
+    kv_head = lax.div(piece.head, work.problem.group)
+    return inputs.key.at[piece.example, keys, kv_head], inputs.value.at[piece.example, keys, kv_head]
+
+
+def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, steps, mends: bool = False) -> None:
     """The load warpgroup's part: K, Q and V in the order in which they are needed; `s` is the kernel's scratch.
 
-    In the only pass over its pieces it looks for broken values in tiles that the mask cuts through, and mends them. Of
-    two passes, the first takes tiles as they are, and the one `again` has time, and shall be little code.
+    If it `mends`, it looks for broken values in tiles that the mask cuts through, and mends them.
     """
-    example, head, q_index, _, span = piece
-    tiles, kv_head = work.tiles, lax.div(head, work.problem.group)
-    parts = tiles.q_tile // work.rows
+    tiles, span = work.tiles, piece.span
     together: Any = {"collective_axes": "rank"} if work.cluster > 1 else {}
-
-    def load_q():
-        for part in range(parts):
-            slot = lax.rem(turn, tiles.q_slots) * parts + part
-
-            @pl.when(turn >= tiles.q_slots)
-            def _wait(slot=slot):
-                plgpu.barrier_wait(s.q_consumed.at[slot])
-
-            if work.is_loose(inputs.query):
-                _, queries, heads, _ = inputs.query.shape
-                group = heads // work.problem.heads
-                for t in range(queries):
-                    query = inputs.query.at[example, t, pl.ds(head * group, group)]
-                    plgpu.copy_gmem_to_smem(query, s.loose_query.at[pl.ds(t * group, group)], s.q_ready.at[slot])
-                continue
-            rows = pl.ds(q_index * tiles.q_tile + part * work.rows, work.rows)
-            plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[slot], s.q_ready.at[slot])
-
-    def place_kv(j):
-        step = steps + (span.last - 1 - j if work.backwards else j - span.first)
-        keys = pl.ds(j * tiles.kv_tile, tiles.kv_tile)
-        return step, lax.rem(step, tiles.stages), *(x.at[example, keys, kv_head] for x in (inputs.key, inputs.value))
 
     def wait_for_slot(step, consumed):
         pl.when(step >= tiles.stages)(lambda: plgpu.barrier_wait(consumed.at[lax.rem(step, tiles.stages)]))
 
-    def load_kv(j, first=False):
-        step, slot, k_ref, v_ref = place_kv(j)
+    def load_kv(i, first=False):
+        step, j = steps + i, work.tile_at(span, i)
+        slot = lax.rem(step, tiles.stages)
+        k_ref, v_ref = keys_and_values(work, inputs, piece, j)
         k_slot, v_slot = s.k_slots.at[slot], s.v_slots.at[slot]
-        looks = span.ragged(j) if again is None and mask.hides_real_keys else None
+        looks = span.ragged(j) if mends and mask.hides_real_keys else None
 
         def copy(ref, slot_ref, ready):
             if looks is None:
@@ -345,7 +355,7 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
         wait_for_slot(step, s.k_consumed)
         copy(k_ref, k_slot, s.k_ready.at[slot])
         if first:
-            load_q()
+            load_query(work, inputs, s, piece, turn)
         wait_for_slot(step, s.v_consumed)
         copy(v_ref, v_slot, s.v_ready.at[slot])
         if looks is not None:
@@ -354,32 +364,12 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
             def _mend():
                 plgpu.barrier_wait(s.kv_arrived)
                 pl.when(has_broken_rows(v_slot))(lambda: mend_broken_rows(k_slot, v_slot))
-                hand_over(slot)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(s.k_ready.at[slot])
+                plgpu.barrier_arrive(s.v_ready.at[slot])
 
-    def load_and_mend_kv(j, _):
-        step, slot, k_ref, v_ref = place_kv(j)
-        wait_for_slot(step, s.k_consumed)
-        wait_for_slot(step, s.v_consumed)
-        plgpu.copy_gmem_to_smem(k_ref, s.k_slots.at[slot], s.kv_arrived)
-        plgpu.copy_gmem_to_smem(v_ref, s.v_slots.at[slot], s.kv_arrived)
-        plgpu.barrier_wait(s.kv_arrived)
-        pl.when(span.ragged(j))(lambda: mend_broken_rows(s.k_slots.at[slot], s.v_slots.at[slot]))
-        hand_over(slot)
-
-    def hand_over(slot):
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(s.k_ready.at[slot])
-        plgpu.barrier_arrive(s.v_ready.at[slot])
-
-    def tile_at(i):
-        return span.last - 1 - (i - span.first) if work.backwards else i
-
-    if again:
-        load_q()
-        lax.fori_loop(span.first, span.last, lambda i, _: load_and_mend_kv(tile_at(i), None), None)
-    else:
-        load_kv(tile_at(span.first), first=True)
-        lax.fori_loop(span.first + 1, span.last, lambda i, _: load_kv(tile_at(i)), None)
+    load_kv(0, first=True)
+    lax.fori_loop(1, span.tiles, lambda i, _: load_kv(i), None)
 
 
 def join_sink(state: OnlineSoftmax, sinks: Any, piece: Piece, rows: Any, layout: Any) -> tuple[OnlineSoftmax, Any]:

@@ -20,10 +20,13 @@ With `last_keys_first` j counts from the last tile of keys that a block sees: on
 
 `held_columns` of Q are read once, into registers, so that scores(j) reads fewer bytes of shared memory.
 
-Where keys may be hidden, all roles end with a verdict (`judged`): if results are NaN, a hidden value may be, and they
-do the block's pieces again, with such values mended.
+With `first_maximum` a row's weights are relative to the maximum of its first tile of keys, and no later one is asked for.
 
-Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
+Where keys may be hidden, and with `first_maximum`, all roles end with a verdict (`judged`): if results are no finite
+numbers, a hidden value may be none, or weights were too large. Then they do the block's pieces again
+(`hopper_fwd_again.py`).
+
+Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024); Hong et al., "FlashDecoding++" (2023).
 """
 
 from __future__ import annotations
@@ -37,17 +40,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.kernel_parts.first_maximum_softmax import FirstMaximumSoftmax, failed
 from fast_layers.kernel_parts.lane_softmax import LaneSoftmax
-from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
+from fast_layers.kernel_parts.online_softmax import OnlineSoftmax
 from fast_layers.kernel_parts.smem_tile import smem_tile
-from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.ops.attention import forward_parts, tuned
 from fast_layers.ops.attention.config import HopperForwardTiles, dealt_in_the_call, sees_all
 from fast_layers.ops.attention.forward_parts import Operands, Piece, Work, join_sink, load, see_nothing
 from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.hopper_fwd_again import load_again, over_keys_again
+from fast_layers.ops.attention.hopper_fwd_scores import dropped, log2_logits
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
-from fast_layers.ops.attention.tile_mask import WGMMA, TileMask, by_row
+from fast_layers.ops.attention.tile_mask import WGMMA, Span, TileMask, by_row
 
 BY_ROW = WGMMA.reduce(1)
 _LEAST_ROUNDS = 6
@@ -58,7 +63,7 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles
     """(out [B, T, N, V], lse [B, N, T]); `tiles` for the queries as the kernel gets them, with heads packed or not."""
 
     def choose(p: Problem) -> HopperForwardTiles:
-        return HopperForwardTiles.of(p, tuned.find(p, "forward")) if tiles is None else tiles.for_mask(p)
+        return (HopperForwardTiles.of(p, tuned.find(p, "forward")) if tiles is None else tiles).for_mask(p)
 
     return forward_parts.attend(problem, inputs, aux, ROWS, choose, _launch, HopperForwardTiles.packs_in_kernel)
 
@@ -72,7 +77,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
     rounds = _LEAST_ROUNDS if dealt_in_the_call(p) and not p.mask.lengths_only else 0
     backwards, held = tiles.last_keys_first, tiles.held_columns
     work = Work(p, tiles, ROWS, qk_dim, v_dim, tiles.cluster, rounds, backwards)
-    lookers = wgs if tiles.own_spans else 1  # who between them visit all tiles of keys that a block loads
+    # Who between them visit all tiles of keys that a block loads, or all of its rows.
+    lookers = wgs if tiles.own_spans or tiles.first_maximum else 1
     # Measured: with a mask, or at depths over 128, ptxas makes less of the rest; see bench/NOTES.md.
     sums_in_lanes = max(qk_dim, v_dim) <= (64 if backwards else 128 if sees_all(p) else 0)
     tree = jax.tree.structure(operands)
@@ -87,21 +93,26 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         s = _Scratch(**{"out_slots": None, "loose_query": None, **scratch})
         each_piece = functools.partial(work.each_piece, mask, schedule=schedule_ref[0] if schedule_ref else None)
 
-        def some_are_broken():
-            """Whether values are that not all rows may see. They make NaN of all rows in their column of out."""
+        judges = mask.hides_real_keys or tiles.first_maximum
+
+        def if_broken(role):
+            """`role(0)` where results are no finite numbers. All roles ask."""
             plgpu.barrier_wait(s.judged)
-            return functools.reduce(jnp.logical_or, (s.row_slots[wgs + looker, 0] != 0 for looker in range(lookers)))
+            found = (plgpu.load(s.row_slots.at[wgs + looker], layout=BY_ROW) for looker in range(lookers))
+            verdict = functools.reduce(jnp.add, found).sum()  # 0 or NaN, which differs from everything
+
+            @pl.when(verdict != 0)
+            def _again():
+                # A 0 that compilers cannot know: what both passes need is not kept in registers from one to the other.
+                role(jnp.where(verdict > 0, -1, 0))
 
         @pl.when(warpgroup == wgs)
         def _load():
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
-            role = functools.partial(load, work, mask, inputs, s)
-            turn, steps = each_piece(functools.partial(role, again=False))
-            if mask.hides_real_keys:
-
-                @pl.when(some_are_broken())
-                def _again():
-                    each_piece(functools.partial(role, again=True), turn=turn, steps=steps)
+            turn, steps = each_piece(functools.partial(load, work, mask, inputs, s))
+            if judges:
+                role = functools.partial(load_again, work, mask, inputs, s)
+                if_broken(lambda zero: each_piece(role, turn=turn, steps=zero))
 
             if tiles.cluster > 1:
                 drain(s, steps)
@@ -111,31 +122,28 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             plgpu.set_max_registers(tiles.compute_registers, action="increase")
 
             pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(s.turn.at[0]))
-            if mask.hides_real_keys:
+            if judges:
 
                 @pl.when(warpgroup < lookers)
                 def _nothing_seen():
                     s.row_slots[wgs + warpgroup] = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW)
 
-            def compute_all(again, turn, steps):
-                own = warpgroup + jnp.minimum(steps, 0)  # as the block in `each_piece`
+            def compute_all(again, turn, zero):
+                own = warpgroup + jnp.minimum(zero, 0)
                 role = functools.partial(compute, mask, own_mask, logits, inputs, s, out_ref, lse_ref, own, again)
                 without_keys = functools.partial(leave_nothing, s, lse_ref, warpgroup)
-                return each_piece(role, without_keys=without_keys, turn=turn, steps=steps)
+                return each_piece(role, without_keys=without_keys, turn=turn, steps=zero)
 
-            def next_pass(state):
-                again, _, turn, steps = state
-                # The first pass may still be storing what the second stores anew.
-                pl.when(again)(lambda: plgpu.wait_smem_to_gmem(0))
-                counts = compute_all(again, turn, steps)
+            turn, _ = compute_all(again=False, turn=0, zero=0)
+            if judges:
+
+                def compute_again(zero):
+                    # The first pass may still be storing what the second stores anew.
+                    plgpu.wait_smem_to_gmem(0)
+                    compute_all(again=True, turn=turn, zero=zero)
+
                 plgpu.barrier_arrive(s.judged)
-                return jnp.bool_(True), some_are_broken() & ~again, *counts
-
-            counts = jnp.int32(0), jnp.int32(0)
-            if mask.hides_real_keys:
-                lax.while_loop(lambda state: state[1], next_pass, (jnp.bool_(False), jnp.bool_(True), *counts))
-            else:
-                compute_all(False, *counts)
+                if_broken(compute_again)
 
             @pl.when(warpgroup == 0)
             def _last_turn():
@@ -161,7 +169,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         out_ref,
         lse_ref,
         warpgroup,
-        again,
+        again: bool,
         piece: Piece,
         turn,
         steps,
@@ -170,123 +178,41 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         q_slot = lax.rem(turn, tiles.q_slots) * wgs + warpgroup
         q_start = q_index * tiles.q_tile + warpgroup * ROWS
         query = s.q_slots.at[q_slot]
-        span = block_span
-        if own_mask is not None:
-            span = own_mask.key_span(example, lax.div(q_start, ROWS))
-            span = span._replace(last=jnp.where(q_start < p.q_len, span.last, span.first + 1))
         rows = mask.rows(example, q_start, ROWS, 0)
         plgpu.barrier_wait(s.q_ready.at[q_slot])
         if s.loose_query is not None:  # its rows stand closer than a swizzled tile's, and nobody asks for the others
             query[...] = plgpu.load(s.loose_query, layout=WGMMA, optimized=False)
             plgpu.commit_smem()
 
+        span = block_span
+        if own_mask is not None and not again:
+            span = own_mask.key_span(example, lax.div(q_start, ROWS))
+            span = span._replace(last=jnp.where(q_start < p.q_len, span.last, span.first + 1))
         # The block's tiles of keys are numbered as they are loaded; this warpgroup takes those in [begin, end).
         if backwards:
             begin, end = block_span.last - span.last, block_span.last - span.first
         else:
             begin, end = span.first - block_span.first, span.last - block_span.first
 
-        def slot_of(i):
-            return lax.rem(steps + i, ring)
-
-        def tile_at(i):
-            return block_span.last - 1 - i if backwards else block_span.first + i
-
         def pass_over(first, last):
             def free(i, _):
+                slot = lax.rem(steps + i, ring)
                 for ready, consumed in ((s.k_ready, s.k_consumed), (s.v_ready, s.v_consumed)):
-                    plgpu.barrier_wait(ready.at[slot_of(i)])
-                    plgpu.barrier_arrive(consumed.at[slot_of(i)])
+                    plgpu.barrier_wait(ready.at[slot])
+                    plgpu.barrier_arrive(consumed.at[slot])
 
-            if own_mask is not None:
+            if own_mask is not None and not again:
                 lax.fori_loop(first, last, free, None)
 
-        def wait_turn():
-            if tiles.takes_turns:
-                plgpu.barrier_wait(s.turn.at[warpgroup])
-
-        def pass_turn():
-            if tiles.takes_turns:
-                plgpu.barrier_arrive(s.turn.at[lax.rem(warpgroup + 1, wgs)])
-
-        def softmax_step(state: OnlineSoftmax | LaneSoftmax, scores, i, first=False):
-            j = tile_at(i)
-            to_log2 = p.scale * LOG2_E
-            if p.softcap is not None:
-                scores, to_log2 = tanh(scores * (p.scale / p.softcap)), p.softcap * LOG2_E
-            at = {"example": example, "head": head, "q_start": q_start, "k_start": j * kv_tile, "q_axis": 0}
-            if p.bias is not None:
-                scores = scores * (to_log2 / LOG2_E) + logits.bias(shape=scores.shape, **at)
-                to_log2 = LOG2_E
-            if backwards:
-                scores = mask.hide(scores, rows=rows, **at) if first else scores
-            elif mask.hides:
-                # One branch, not two loops: between loops ptxas moves the registers that a wgmma in flight still reads.
-                scores = lax.cond(span.ragged(j), lambda x: mask.hide(x, rows=rows, **at), lambda x: x, scores)
-            state, weights, rescale = state.step(scores, to_log2)
-            if p.dropout_rate:
-                weights = jnp.where(logits.keep(shape=scores.shape, **at), weights, 0.0)
-            return state, weights.astype(p.dtype), rescale
-
-        def over_keys(out):
-            held_query = plgpu.load(query.at[:, :held], layout=WGMMA, optimized=False) if held else None
-
-            def multiply_keys(acc, slot):
-                key = s.k_slots.at[slot]
-                if held_query is None:
-                    plgpu.wgmma(acc, query, key.T)
-                else:
-                    plgpu.wgmma(acc, query.at[:, held:], key.at[:, held:].T)
-                    plgpu.wgmma(acc, held_query, key.at[:, :held].T)
-
-            slot = slot_of(begin)
-            plgpu.barrier_wait(s.k_ready.at[slot])
-            wait_turn()
-
-            def first_scores(acc):
-                multiply_keys(acc, slot)
-                pass_turn()
-                return acc[...]
-
-            scores = pl.run_scoped(first_scores, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
-            plgpu.barrier_arrive(s.k_consumed.at[slot])
-            start = LaneSoftmax.start(ROWS) if sums_in_lanes else OnlineSoftmax.start(ROWS, BY_ROW)
-            state, weights, _ = softmax_step(start, scores, begin, first=True)
-
-            def step(i, carry):
-                state, weights = carry
-                k_slot, v_slot = slot_of(i), slot_of(i - 1)
-                plgpu.barrier_wait(s.k_ready.at[k_slot])
-                plgpu.barrier_wait(s.v_ready.at[v_slot])
-                wait_turn()
-
-                def both_products(acc):
-                    multiply_keys(acc, k_slot)
-                    plgpu.wgmma(out, weights, s.v_slots.at[v_slot])
-                    pass_turn()
-                    # out's product goes on; but with dropout ptxas gives the next weights the registers that it reads.
-                    return plgpu.wgmma_accumulator_load(acc, wait_n=0 if p.dropout_rate else 1)
-
-                scores = pl.run_scoped(both_products, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
-                plgpu.barrier_arrive(s.k_consumed.at[k_slot])
-                state, next_weights, rescale = softmax_step(state, scores, i)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(s.v_consumed.at[v_slot])
-                out[...] = plgpu.wgmma_accumulator_load(out, wait_n=None) * by_row(rescale, v_dim)
-                return state, next_weights
-
-            state, weights = lax.fori_loop(begin + 1, end, step, (state, weights))
-            slot = slot_of(end - 1)
-            plgpu.barrier_wait(s.v_ready.at[slot])
-            wait_turn()
-            plgpu.wgmma(out, weights, s.v_slots.at[slot])
-            pass_turn()
-            summed = out[...]
-            plgpu.barrier_arrive(s.v_consumed.at[slot])
-            return state.whole() if isinstance(state, LaneSoftmax) else state, summed
-
+        if again:
+            over_keys = functools.partial(over_keys_again, work, mask, logits, s, piece, q_start, query, rows)
+        else:
+            place = piece, span, steps, begin, end, q_start
+            over_keys = functools.partial(over_keys_once, mask, logits, s, warpgroup, *place, query, rows)
         pass_over(0, begin)
         state, out = pl.run_scoped(over_keys, plgpu.WGMMAAccumulatorRef((ROWS, v_dim), jnp.float32))
+        looks = not again and (mask.hides_real_keys or tiles.first_maximum)
+        lost = failed(state.row_sum, mask.sees_keys(rows, q_start, ROWS)) if looks and tiles.first_maximum else 0.0
         if inputs.sinks is not None:
             state, rescale = join_sink(state, inputs.sinks, piece, pl.ds(q_start, ROWS), BY_ROW)
             out = out * by_row(rescale, v_dim)
@@ -302,17 +228,126 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         to = out_ref.at[out_index, pl.ds(q_start, work.stored_rows), head, pl.ds(0, v_dim)]
         plgpu.copy_smem_to_gmem(stored, to)
         plgpu.copy_smem_to_gmem(lse_slot, lse_ref.at[out_index, head, pl.ds(q_start, ROWS)])
-        if mask.hides_real_keys:
+        if looks:
 
-            @pl.when((warpgroup < lookers) & ~again)
+            @pl.when(warpgroup < lookers)
             def _look():
                 """While the stores are on their way, for `some_are_broken`."""
                 broken_rows = s.row_slots.at[wgs + warpgroup]
-                broken_rows[...] = plgpu.load(broken_rows, layout=BY_ROW) + (out * 0.0).sum(axis=1)
+                broken_rows[...] = plgpu.load(broken_rows, layout=BY_ROW) + (out * 0.0).sum(axis=1) + lost
 
         pass_over(end, block_span.tiles)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(s.q_consumed.at[q_slot])
+
+    def over_keys_once(
+        mask: TileMask,
+        logits: TileLogits,
+        s: _Scratch,
+        warpgroup,
+        piece: Piece,
+        span: Span,
+        steps,
+        begin,
+        end,
+        q_start,
+        query,
+        rows,
+        out,
+    ):
+        """(state, sums [ROWS, V]) of a warpgroup's rows, which see `span`; `out` is their accumulator."""
+
+        def slot_of(i):
+            return lax.rem(steps + i, ring)
+
+        def wait_turn():
+            if tiles.takes_turns:
+                plgpu.barrier_wait(s.turn.at[warpgroup])
+
+        def pass_turn():
+            if tiles.takes_turns:
+                plgpu.barrier_arrive(s.turn.at[lax.rem(warpgroup + 1, wgs)])
+
+        def softmax_step(state: FirstMaximumSoftmax | LaneSoftmax | OnlineSoftmax, scores, i, first=False):
+            j = work.tile_at(piece.span, i)
+            at = {"example": piece.example, "head": piece.head, "q_start": q_start, "k_start": j * kv_tile, "q_axis": 0}
+            scores, to_log2 = log2_logits(p, logits, scores, at)
+            if backwards:
+                scores = mask.hide(scores, rows=rows, **at) if first else scores
+            elif mask.hides:
+                # One branch, not two loops: between loops ptxas moves the registers that a wgmma in flight still reads.
+                scores = lax.cond(span.ragged(j), lambda x: mask.hide(x, rows=rows, **at), lambda x: x, scores)
+            state, weights, rescale = state.step(scores, to_log2)
+            return state, dropped(p, logits, weights, at).astype(p.dtype), rescale
+
+        held_query = plgpu.load(query.at[:, :held], layout=WGMMA, optimized=False) if held else None
+
+        def multiply_keys(acc, slot):
+            key = s.k_slots.at[slot]
+            if held_query is None:
+                plgpu.wgmma(acc, query, key.T)
+            else:
+                plgpu.wgmma(acc, query.at[:, held:], key.at[:, held:].T)
+                plgpu.wgmma(acc, held_query, key.at[:, :held].T)
+
+        slot = slot_of(begin)
+        plgpu.barrier_wait(s.k_ready.at[slot])
+        wait_turn()
+
+        def first_scores(acc):
+            multiply_keys(acc, slot)
+            pass_turn()
+            return acc[...]
+
+        scores = pl.run_scoped(first_scores, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
+        plgpu.barrier_arrive(s.k_consumed.at[slot])
+        if tiles.first_maximum:
+            start = FirstMaximumSoftmax()
+        else:
+            start = LaneSoftmax.start(ROWS) if sums_in_lanes else OnlineSoftmax.start(ROWS, BY_ROW)
+        state, weights, _ = softmax_step(start, scores, begin, first=True)
+
+        def await_keys(i):
+            pl.when(i < end)(lambda: plgpu.barrier_wait(s.k_ready.at[slot_of(i)]))
+
+        if tiles.awaits_keys_early:
+            await_keys(begin + 1)
+
+        def step(i, carry):
+            state, weights = carry
+            k_slot, v_slot = slot_of(i), slot_of(i - 1)
+            if not tiles.awaits_keys_early:
+                plgpu.barrier_wait(s.k_ready.at[k_slot])
+            plgpu.barrier_wait(s.v_ready.at[v_slot])
+            wait_turn()
+
+            def both_products(acc):
+                multiply_keys(acc, k_slot)
+                plgpu.wgmma(out, weights, s.v_slots.at[v_slot])
+                pass_turn()
+                # out's product goes on; but with dropout ptxas gives the next weights the registers that it reads.
+                return plgpu.wgmma_accumulator_load(acc, wait_n=0 if p.dropout_rate else 1)
+
+            scores = pl.run_scoped(both_products, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
+            plgpu.barrier_arrive(s.k_consumed.at[k_slot])
+            state, next_weights, rescale = softmax_step(state, scores, i)
+            if tiles.awaits_keys_early:
+                await_keys(i + 1)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(s.v_consumed.at[v_slot])
+            if rescale is not None:
+                out[...] = plgpu.wgmma_accumulator_load(out, wait_n=None) * by_row(rescale, v_dim)
+            return state, next_weights
+
+        state, weights = lax.fori_loop(begin + 1, end, step, (state, weights))
+        slot = slot_of(end - 1)
+        plgpu.barrier_wait(s.v_ready.at[slot])
+        wait_turn()
+        plgpu.wgmma(out, weights, s.v_slots.at[slot])
+        pass_turn()
+        summed = out[...]
+        plgpu.barrier_arrive(s.v_consumed.at[slot])
+        return state if isinstance(state, OnlineSoftmax) else state.whole(), summed
 
     def leave_nothing(s: _Scratch, lse_ref, warpgroup, piece: Piece):
         rows = pl.ds(piece.q_index * tiles.q_tile + warpgroup * ROWS, ROWS)
@@ -341,6 +376,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "k_consumed": consumed,
         "v_consumed": consumed,
         "kv_arrived": plgpu.Barrier(num_arrivals=2),
+        "again_ready": plgpu.Barrier(),
+        "again_freed": plgpu.Barrier(num_arrivals=wgs),
         "judged": plgpu.Barrier(num_arrivals=wgs),
         "turn": plgpu.Barrier(num_barriers=wgs),
     }
@@ -372,7 +409,7 @@ class _Scratch(NamedTuple):
     out_slots: Any
     loose_query: Any
     row_slots: Any
-    """A row of lse for each compute warpgroup; then NaN where rows of out are broken, for each that looks."""
+    """A row of lse for each compute warpgroup; then NaN where rows of out are no finite numbers, for each that looks."""
     q_ready: Any
     q_consumed: Any
     k_ready: Any
@@ -380,5 +417,7 @@ class _Scratch(NamedTuple):
     k_consumed: Any
     v_consumed: Any
     kv_arrived: Any
+    again_ready: Any
+    again_freed: Any
     judged: Any
     turn: Any

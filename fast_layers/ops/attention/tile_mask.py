@@ -170,6 +170,19 @@ class TileMask:
             are_intervals = tiles[4] != 0
         return Rows(load(refs.start), load(refs.stop), load(refs.query_segments), are_intervals)
 
+    def sees_keys(self, rows: Rows | None, q_start: Any, size: int) -> Any:
+        """[size]: which rows there are and see a key, but for one that ids hide; None where all rows of any tile do."""
+        if rows is not None:
+            return rows.start < rows.stop
+        low, high, p = self.low, self.high, self.problem
+        if low is None and (high is None or high >= 0):
+            return None
+        query = q_start + plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=self.layout.reduce(1))
+        sees = query < p.q_len
+        if low is not None:
+            sees &= query + low < p.kv_len
+        return sees if high is None else sees & (query + high >= 0)
+
     def hide(
         self,
         scores: Any,
