@@ -243,13 +243,14 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
         warpgroups = (2, 3) if depth <= 64 else (2,)
         orders: list[dict[str, Any]] = [{"takes_turns": True}, {"takes_turns": False}]
         orders += (
-            [{**o, "cluster": 2} for o in orders]
-            if mask == "full"
-            else [{"takes_turns": False, "own_spans": True, "awaits_keys_early": early} for early in (False, True)]
+            [{**o, "cluster": 2} for o in orders] if mask == "full" else [{"takes_turns": False, "own_spans": True}]
         )
         orders += [{**o, "last_keys_first": True} for o in orders] if mask == "causal" else []
         held = [{"takes_turns": False, "held_columns": columns} for columns in (64, 128)]
         orders += held if mask == "full" and depth > 128 else []
+        before_wait = (16, 32, 64) if depth <= 64 else (0, 32) if depth <= 128 else (0, 64)
+        orders = [{**o, "keys_before_wait": keys} for o in orders for keys in before_wait]
+        orders += [{"takes_turns": False, "first_maximum": False}]
         choices = itertools.product(warpgroups, (64, 128), (2, 3, 4), grids, orders)
         made = (kind(wgs, keys, stages, *grid, **order) for wgs, keys, stages, grid, order in choices)
     elif kind is HopperBackwardTiles:

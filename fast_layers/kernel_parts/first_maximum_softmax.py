@@ -22,6 +22,8 @@ from fast_layers.kernel_parts.online_softmax import OnlineSoftmax
 
 _LEAST_SUM = 2.0**-64
 """A weight may be so much less than the largest, and a value so small, before float32 has too few bits for them."""
+_LARGE_SUM = 2.0**20
+"""With less, what overflows would do so with weights up to 1, or nearly."""
 
 
 class FirstMaximumSoftmax(NamedTuple):
@@ -45,13 +47,18 @@ class FirstMaximumSoftmax(NamedTuple):
         return FirstMaximumSoftmax(row_max, sums), weights, None
 
     def whole(self) -> OnlineSoftmax:
-        assert self.sums is not None and self.row_max_log2 is not None
+        assert self.row_max_log2 is not None
+        assert self.sums is not None
         return OnlineSoftmax(self.row_max_log2, self.sums.sum(axis=1))
 
 
-def failed(row_sum: Float[Array, " R"], sees_keys: Bool[Array, " R"] | None) -> Any:
-    """[R]: 0, or NaN where a row's weights left the range of floats; `sees_keys`: which rows have any, None if all."""
+def failed(row_sum: Float[Array, " R"], unfinished: Float[Array, " R"], sees_keys: Bool[Array, " R"] | None) -> Any:
+    """[R]: whether a row's weights left the range of floats.
+
+    `unfinished`: 0, or NaN where what was summed with them is no finite number, which may have other causes than that;
+    `sees_keys`: which rows have any, None if all.
+    """
     too_small = row_sum < _LEAST_SUM
     if sees_keys is not None:
         too_small &= sees_keys
-    return jnp.where(too_small, jnp.nan, row_sum * 0.0)
+    return too_small | ((row_sum > _LARGE_SUM) & (row_sum * 0.0 + unfinished != 0))  # NaN differs from everything

@@ -5,7 +5,7 @@ Axis letters: R rows, S keys of one piece.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -33,11 +33,14 @@ class LaneSoftmax(NamedTuple):
         row_max = plgpu.layout_cast(jnp.full((rows,), jnp.finfo(jnp.float32).min), layout.reduce(1))
         return cls(row_max, plgpu.layout_cast(jnp.zeros((rows, COLUMNS), jnp.float32), layout))
 
-    def step(self, scores: Float[Array, "R S"], to_log2: float):
-        """(state, weights [R, S], rescale [R]), as `OnlineSoftmax.step`."""
-        row_max = jnp.maximum(self.row_max_log2, scores.max(axis=1) * to_log2)
+    def step(self, scores: Float[Array, "R S"], to_log2: float, keeps_maximum: Any = None):
+        """(state, weights [R, S], rescale [R]), as `OnlineSoftmax.step`; the maximum stays where `keeps_maximum`."""
+        old = self.row_max_log2
+        row_max = jnp.maximum(old, scores.max(axis=1) * to_log2)
+        if keeps_maximum is not None:
+            row_max = lax.cond(keeps_maximum, lambda old, new: old, lambda old, new: new, old, row_max)
         weights = jnp.exp2(scores * to_log2 - lax.broadcast_in_dim(row_max, scores.shape, [0]))
-        rescale = jnp.exp2(self.row_max_log2 - row_max)
+        rescale = jnp.exp2(old - row_max)
         sums = self.sums * lax.broadcast_in_dim(rescale, self.sums.shape, [0])
         for column in range(0, scores.shape[1], COLUMNS):
             sums += weights[:, column : column + COLUMNS]

@@ -48,7 +48,8 @@ class OnlineSoftmax(NamedTuple):
         """(normaliser, lse): what to multiply the sums by, and the natural logarithm; 0 and -inf for an empty row."""
         sees_none = self.row_sum == 0
         row_sum = jnp.where(sees_none, 1.0, self.row_sum)
-        lse = self.row_max_log2 * (1.0 / LOG2_E) + jnp.log(row_sum)
+        # Of a sum of two products compilers round either first, one way here and the other way there.
+        lse = (self.row_max_log2 + jnp.log(row_sum) * LOG2_E) * (1.0 / LOG2_E)
         return jnp.where(sees_none, 0.0, 1.0 / row_sum), jnp.where(sees_none, -jnp.inf, lse)
 
 

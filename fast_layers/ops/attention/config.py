@@ -252,7 +252,8 @@ class HopperForwardTiles:
     `held_columns` of the queries stay in registers, where no step but the first of `last_keys_first` hides scores;
     with `first_maximum` weights are relative to the maximum of a row's first tile of keys, in bfloat16 alone, whose
     range is float32's, and with nothing given for each score, which might hide a row's first keys by large numbers;
-    with it `awaits_keys_early` keeps ptxas from moving exponentials behind the wait for out's product.
+    with it the exponentials of `keys_before_wait` of a tile stay before the wait for out's product, behind which ptxas
+    might move them.
     """
 
     compute_wgs: int
@@ -267,7 +268,7 @@ class HopperForwardTiles:
     last_keys_first: bool = False
     held_columns: int = 0
     first_maximum: bool = True
-    awaits_keys_early: bool = False
+    keys_before_wait: int = 0
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
@@ -286,6 +287,8 @@ class HopperForwardTiles:
             raise ValueError(f"{self.last_keys_first=}: neither with parts of the keys nor with a cluster")
         if self.held_columns not in (0, *_HELD_COLUMNS) or (self.held_columns and self.compute_wgs != 2):
             raise ValueError(f"{self.held_columns=} must be 0, or with two warpgroups one of {_HELD_COLUMNS}")
+        if self.keys_before_wait % 8 or not 0 <= self.keys_before_wait <= self.kv_tile:
+            raise ValueError(f"{self.keys_before_wait=} must be a multiple of 8, {self.kv_tile} at most")
         if self.cluster not in (1, 2) or (self.cluster == 2 and (self.splits > 1 or self.own_spans or self.blocks % 2)):
             raise ValueError(f"{self.cluster=} must be 1 or 2, and 1 with splits, own spans or an odd number of blocks")
 
@@ -376,7 +379,7 @@ class HopperForwardTiles:
             last_keys_first=last_keys_first,
             held_columns=self.held_columns if held else 0,
             first_maximum=first_maximum,
-            awaits_keys_early=self.awaits_keys_early and first_maximum,
+            keys_before_wait=self.keys_before_wait if first_maximum else 0,
             cluster=1 if alone else self.cluster,
             takes_turns=self.takes_turns or alone,
         )
@@ -412,25 +415,29 @@ class HopperForwardTiles:
         persistent = deals or (not causal and p.kv_len <= 4096)
         blocks = HOPPER_SMS if persistent else 0
         if deepest <= 64:
-            orders = {"takes_turns": False, "own_spans": True, "last_keys_first": True, "awaits_keys_early": True}
+            orders = {"takes_turns": False, "own_spans": True, "last_keys_first": True, "keys_before_wait": 64}
             own = cls(3, 128, 3, 2, HOPPER_SMS, **orders)
             gains = own.one_ragged_tile(p) or (windowed and _keys_seen(p, 128) <= 1152)
             if known and (longest <= 512 or (longest > 1024 and gains)):
                 return own
             if causal and longest <= 1024:
-                return cls(2, 128, 3, 2, HOPPER_SMS, takes_turns=longest > 512, last_keys_first=True)
+                turns = longest > 512
+                return cls(2, 128, 3, 2, HOPPER_SMS, takes_turns=turns, last_keys_first=True, keys_before_wait=32)
             if p.mask.interval_arrays or p.per_score:  # the mask's registers do not fit in three warpgroups' share
                 return cls(2, 128, stages=3, q_slots=2 if in_the_call else 1, blocks=HOPPER_SMS if in_the_call else 0)
-            persistent |= sees_all(p)
-            return cls(3, 128, stages=3, q_slots=2 if persistent else 1, blocks=HOPPER_SMS if persistent else 0)
+            if sees_all(p):
+                return cls(3, 128, 3, 2, HOPPER_SMS, takes_turns=False, keys_before_wait=16)
+            return cls(3, 128, stages=3, q_slots=2 if persistent else 1, blocks=blocks)
         if deepest <= 128:
             if p.dropout_rate:
                 return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row
             if sees_all(p):
                 return cls(2, 128, q_slots=2, blocks=HOPPER_SMS, takes_turns=False, cluster=2)
             tiles = cls(2, 128, q_slots=2 if persistent else 1, blocks=blocks, last_keys_first=longest > 1024)
-            takes_turns = not (in_the_call or (tiles.last_keys_first and tiles.one_ragged_tile(p)))
-            return dataclasses.replace(tiles, takes_turns=takes_turns)
+            gains = tiles.last_keys_first and tiles.one_ragged_tile(p)
+            return dataclasses.replace(
+                tiles, takes_turns=not (in_the_call or gains), keys_before_wait=32 if gains else 0
+            )
         blocks = HOPPER_SMS if deals else 0
         tiles = cls(2, 128, takes_turns=False, blocks=blocks)
         if p.v_dim <= 128 and tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES:
@@ -441,7 +448,15 @@ class HopperForwardTiles:
         blocks = 0 if gains and p.v_dim > 192 else blocks
         unmasked, under_causal = _MEASURED_HELD_COLUMNS.get((p.qk_dim, p.v_dim), (0, 0))
         held_columns = 0 if longest < 1024 else under_causal if causal else unmasked
-        return dataclasses.replace(tiles, last_keys_first=gains, blocks=blocks, held_columns=held_columns)
+        few_steps = sees_all(p) and longest < 1024  # a block feels what its verdict takes
+        return dataclasses.replace(
+            tiles,
+            last_keys_first=gains,
+            blocks=blocks,
+            held_columns=held_columns,
+            first_maximum=not few_steps,
+            keys_before_wait=64 if p.v_dim > 192 and not few_steps else 0,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

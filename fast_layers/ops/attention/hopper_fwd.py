@@ -20,7 +20,7 @@ With `last_keys_first` j counts from the last tile of keys that a block sees: on
 
 `held_columns` of Q are read once, into registers, so that scores(j) reads fewer bytes of shared memory.
 
-With `first_maximum` a row's weights are relative to the maximum of its first tile of keys, and no later one is asked for.
+With `first_maximum` a row's weights are relative to the maximum of its first tile of keys; no later one is asked for.
 
 Where keys may be hidden, and with `first_maximum`, all roles end with a verdict (`judged`): if results are no finite
 numbers, a hidden value may be none, or weights were too large. Then they do the block's pieces again
@@ -55,6 +55,8 @@ from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, Span, TileMask, by_row
 
 BY_ROW = WGMMA.reduce(1)
+_BROKEN, _LOST = 1.0, 2.0
+"""What a row of results is found to be: no finite numbers; such or others for weights beyond the range of floats."""
 _LEAST_ROUNDS = 6
 """Of pieces for all blocks, in a group of heads whose mask is told by arrays: fewer do not come out even."""
 
@@ -75,7 +77,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
     qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
     wgs, ring, kv_tile = tiles.compute_wgs, tiles.stages, tiles.kv_tile
     rounds = _LEAST_ROUNDS if dealt_in_the_call(p) and not p.mask.lengths_only else 0
-    backwards, held = tiles.last_keys_first, tiles.held_columns
+    backwards, held, split = tiles.last_keys_first, tiles.held_columns, tiles.keys_before_wait
     work = Work(p, tiles, ROWS, qk_dim, v_dim, tiles.cluster, rounds, backwards)
     # Who between them visit all tiles of keys that a block loads, or all of its rows.
     lookers = wgs if tiles.own_spans or tiles.first_maximum else 1
@@ -96,15 +98,14 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         judges = mask.hides_real_keys or tiles.first_maximum
 
         def if_broken(role):
-            """`role(0)` where results are no finite numbers. All roles ask."""
+            """`role(0, lost)` where some row is `_BROKEN` or `_LOST`, after `judge`. All roles ask."""
             plgpu.barrier_wait(s.judged)
-            found = (plgpu.load(s.row_slots.at[wgs + looker], layout=BY_ROW) for looker in range(lookers))
-            verdict = functools.reduce(jnp.add, found).sum()  # 0 or NaN, which differs from everything
+            verdict = s.row_slots[wgs, 0]
 
-            @pl.when(verdict != 0)
+            @pl.when(verdict > 0)
             def _again():
                 # A 0 that compilers cannot know: what both passes need is not kept in registers from one to the other.
-                role(jnp.where(verdict > 0, -1, 0))
+                role(jnp.where(verdict < 0, -1, 0), verdict == _LOST)
 
         @pl.when(warpgroup == wgs)
         def _load():
@@ -112,7 +113,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             turn, steps = each_piece(functools.partial(load, work, mask, inputs, s))
             if judges:
                 role = functools.partial(load_again, work, mask, inputs, s)
-                if_broken(lambda zero: each_piece(role, turn=turn, steps=zero))
+                if_broken(lambda zero, _: each_piece(role, turn=turn, steps=zero) and None)
 
             if tiles.cluster > 1:
                 drain(s, steps)
@@ -134,15 +135,18 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 without_keys = functools.partial(leave_nothing, s, lse_ref, warpgroup)
                 return each_piece(role, without_keys=without_keys, turn=turn, steps=zero)
 
-            turn, _ = compute_all(again=False, turn=0, zero=0)
+            turn, _ = compute_all(again=None, turn=0, zero=0)
             if judges:
 
-                def compute_again(zero):
+                def compute_again(zero, lost):
                     # The first pass may still be storing what the second stores anew.
                     plgpu.wait_smem_to_gmem(0)
-                    compute_all(again=True, turn=turn, zero=zero)
+                    in_lanes = tiles.first_maximum or sums_in_lanes
+                    again = functools.partial(over_keys_again, work, mask, logits, s, lost, in_lanes)
+                    compute_all(again, turn=turn, zero=zero)
 
-                plgpu.barrier_arrive(s.judged)
+                plgpu.barrier_arrive(s.looked)
+                pl.when(warpgroup == 0)(lambda: judge(s))
                 if_broken(compute_again)
 
             @pl.when(warpgroup == 0)
@@ -150,6 +154,14 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 plgpu.barrier_wait(s.turn.at[0])
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def judge(s: _Scratch):
+        """By one warpgroup, since a sum over several warps takes the block's only scratch for it."""
+        plgpu.barrier_wait(s.looked)
+        found = (plgpu.load(s.row_slots.at[wgs + looker], layout=BY_ROW) for looker in range(lookers))
+        worst = functools.reduce(jnp.maximum, found).max()
+        s.row_slots[wgs] = plgpu.layout_cast(jnp.broadcast_to(worst, (ROWS,)), BY_ROW)
+        plgpu.barrier_arrive(s.judged)
 
     def drain(s: _Scratch, steps):
         """Blocks of a cluster free each other's slots, and must not end before that."""
@@ -169,11 +181,12 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         out_ref,
         lse_ref,
         warpgroup,
-        again: bool,
+        again,
         piece: Piece,
         turn,
         steps,
     ):
+        """`again`: what the second pass does instead of `over_keys_once`, None in the first."""
         example, head, q_index, out_index, block_span = piece
         q_slot = lax.rem(turn, tiles.q_slots) * wgs + warpgroup
         q_start = q_index * tiles.q_tile + warpgroup * ROWS
@@ -185,7 +198,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             plgpu.commit_smem()
 
         span = block_span
-        if own_mask is not None and not again:
+        if own_mask is not None:
             span = own_mask.key_span(example, lax.div(q_start, ROWS))
             span = span._replace(last=jnp.where(q_start < p.q_len, span.last, span.first + 1))
         # The block's tiles of keys are numbered as they are loaded; this warpgroup takes those in [begin, end).
@@ -201,18 +214,14 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                     plgpu.barrier_wait(ready.at[slot])
                     plgpu.barrier_arrive(consumed.at[slot])
 
-            if own_mask is not None and not again:
+            if own_mask is not None and again is None:
                 lax.fori_loop(first, last, free, None)
 
-        if again:
-            over_keys = functools.partial(over_keys_again, work, mask, logits, s, piece, q_start, query, rows)
-        else:
-            place = piece, span, steps, begin, end, q_start
-            over_keys = functools.partial(over_keys_once, mask, logits, s, warpgroup, *place, query, rows)
+        over_keys = again or functools.partial(over_keys_once, mask, logits, s, warpgroup, steps)
+        over_keys = functools.partial(over_keys, piece, span, begin, end, q_start, query, rows)
         pass_over(0, begin)
         state, out = pl.run_scoped(over_keys, plgpu.WGMMAAccumulatorRef((ROWS, v_dim), jnp.float32))
-        looks = not again and (mask.hides_real_keys or tiles.first_maximum)
-        lost = failed(state.row_sum, mask.sees_keys(rows, q_start, ROWS)) if looks and tiles.first_maximum else 0.0
+        row_sum = state.row_sum
         if inputs.sinks is not None:
             state, rescale = join_sink(state, inputs.sinks, piece, pl.ds(q_start, ROWS), BY_ROW)
             out = out * by_row(rescale, v_dim)
@@ -228,13 +237,18 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         to = out_ref.at[out_index, pl.ds(q_start, work.stored_rows), head, pl.ds(0, v_dim)]
         plgpu.copy_smem_to_gmem(stored, to)
         plgpu.copy_smem_to_gmem(lse_slot, lse_ref.at[out_index, head, pl.ds(q_start, ROWS)])
-        if looks:
+        if again is None and (mask.hides_real_keys or tiles.first_maximum):
 
             @pl.when(warpgroup < lookers)
             def _look():
-                """While the stores are on their way, for `some_are_broken`."""
-                broken_rows = s.row_slots.at[wgs + warpgroup]
-                broken_rows[...] = plgpu.load(broken_rows, layout=BY_ROW) + (out * 0.0).sum(axis=1) + lost
+                """While the stores are on their way, for `judge`."""
+                unfinished = (out * 0.0).sum(axis=1)
+                found = jnp.where(unfinished != 0, _BROKEN, 0.0)  # NaN differs from everything
+                if tiles.first_maximum:
+                    lost = failed(row_sum, unfinished, mask.sees_keys(rows, q_start, ROWS))
+                    found = jnp.where(lost, _LOST, found)
+                slot = s.row_slots.at[wgs + warpgroup]
+                slot[...] = jnp.maximum(plgpu.load(slot, layout=BY_ROW), found)
 
         pass_over(end, block_span.tiles)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -245,9 +259,9 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         logits: TileLogits,
         s: _Scratch,
         warpgroup,
+        steps,
         piece: Piece,
         span: Span,
-        steps,
         begin,
         end,
         q_start,
@@ -277,8 +291,19 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             elif mask.hides:
                 # One branch, not two loops: between loops ptxas moves the registers that a wgmma in flight still reads.
                 scores = lax.cond(span.ragged(j), lambda x: mask.hide(x, rows=rows, **at), lambda x: x, scores)
-            state, weights, rescale = state.step(scores, to_log2)
-            return state, dropped(p, logits, weights, at).astype(p.dtype), rescale
+            if not split or first:
+                state, weights, rescale = state.step(scores, to_log2)
+                return state, dropped(p, logits, weights, at).astype(p.dtype), rescale
+            state, weights, _ = state.step(scores[:, :split], to_log2)
+            # Behind this ptxas moves nothing of what comes before, where out's product is not yet awaited.
+            await_keys(i + 1)
+            if split == kv_tile:
+                return state, weights.astype(p.dtype), None
+            state, others, _ = state.step(scores[:, split:], to_log2)
+            return state, jnp.concatenate([weights.astype(p.dtype), others.astype(p.dtype)], axis=1), None
+
+        def await_keys(i):
+            pl.when(i < end)(lambda: plgpu.barrier_wait(s.k_ready.at[slot_of(i)]))
 
         held_query = plgpu.load(query.at[:, :held], layout=WGMMA, optimized=False) if held else None
 
@@ -307,16 +332,13 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             start = LaneSoftmax.start(ROWS) if sums_in_lanes else OnlineSoftmax.start(ROWS, BY_ROW)
         state, weights, _ = softmax_step(start, scores, begin, first=True)
 
-        def await_keys(i):
-            pl.when(i < end)(lambda: plgpu.barrier_wait(s.k_ready.at[slot_of(i)]))
-
-        if tiles.awaits_keys_early:
+        if split:
             await_keys(begin + 1)
 
         def step(i, carry):
             state, weights = carry
             k_slot, v_slot = slot_of(i), slot_of(i - 1)
-            if not tiles.awaits_keys_early:
+            if not split:
                 plgpu.barrier_wait(s.k_ready.at[k_slot])
             plgpu.barrier_wait(s.v_ready.at[v_slot])
             wait_turn()
@@ -331,8 +353,6 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             scores = pl.run_scoped(both_products, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
             plgpu.barrier_arrive(s.k_consumed.at[k_slot])
             state, next_weights, rescale = softmax_step(state, scores, i)
-            if tiles.awaits_keys_early:
-                await_keys(i + 1)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(s.v_consumed.at[v_slot])
             if rescale is not None:
@@ -378,7 +398,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "kv_arrived": plgpu.Barrier(num_arrivals=2),
         "again_ready": plgpu.Barrier(),
         "again_freed": plgpu.Barrier(num_arrivals=wgs),
-        "judged": plgpu.Barrier(num_arrivals=wgs),
+        "looked": plgpu.Barrier(num_arrivals=wgs),
+        "judged": plgpu.Barrier(),
         "turn": plgpu.Barrier(num_barriers=wgs),
     }
     schedule = []
@@ -409,7 +430,7 @@ class _Scratch(NamedTuple):
     out_slots: Any
     loose_query: Any
     row_slots: Any
-    """A row of lse for each compute warpgroup; then NaN where rows of out are no finite numbers, for each that looks."""
+    """A row of lse for each compute warpgroup; then, for each that looks, which rows are `_BROKEN` or `_LOST`."""
     q_ready: Any
     q_consumed: Any
     k_ready: Any
@@ -419,5 +440,6 @@ class _Scratch(NamedTuple):
     kv_arrived: Any
     again_ready: Any
     again_freed: Any
+    looked: Any
     judged: Any
     turn: Any

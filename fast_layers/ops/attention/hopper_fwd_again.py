@@ -6,8 +6,9 @@
     K(j), V(j) -> kv_arrived, mended -> again_ready    out = out * rescale + P(j) V(j)
                   waits again_freed                    frees again_freed
 
-One tile of keys is on its way at a time, in the first slot. Broken values are mended, and maxima are those of all keys seen
-so far, whatever the first pass took.
+One tile of keys is on its way at a time, in the first slot. Broken values are mended. If weights left the range of
+floats, maxima are those of all keys seen so far; else all is computed in the order of the first pass, and rows that see
+nothing broken get the same bits.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.kernel_parts.lane_softmax import LaneSoftmax
 from fast_layers.kernel_parts.online_softmax import OnlineSoftmax
 from fast_layers.ops.attention.forward_parts import Piece, Work, keys_and_values, load_query
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_fwd_scores import dropped, log2_logits
 from fast_layers.ops.attention.tile_logits import TileLogits
-from fast_layers.ops.attention.tile_mask import TileMask, by_row, mend_broken_rows
+from fast_layers.ops.attention.tile_mask import Span, TileMask, by_row, mend_broken_rows
 
 
 def load_again(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn: Any, steps: Any) -> None:
@@ -48,30 +50,64 @@ def load_again(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, tu
 
 
 def over_keys_again(
-    work: Work, mask: TileMask, logits: TileLogits, s: Any, piece: Piece, q_start: Any, query: Any, rows: Any, out: Any
+    work: Work,
+    mask: TileMask,
+    logits: TileLogits,
+    s: Any,
+    lost: Any,
+    in_lanes: bool,
+    piece: Piece,
+    span: Span,
+    begin: Any,
+    end: Any,
+    q_start: Any,
+    query: Any,
+    rows: Any,
+    out: Any,
 ) -> tuple[OnlineSoftmax, Any]:
-    """(state, sums [ROWS, V]) of a warpgroup's rows; `out` is their accumulator."""
-    p, kv_tile, v_dim = work.problem, work.tiles.kv_tile, out.shape[1]
+    """(state, sums [ROWS, V]) of a warpgroup's rows, which see `span`; `out` is their accumulator.
+
+    `lost`: whether weights left the range of floats; `in_lanes`: whether the first pass kept rows' sums in lanes.
+    """
+    p, tiles, v_dim = work.problem, work.tiles, out.shape[1]
+    kv_tile, held = tiles.kv_tile, tiles.held_columns
+
+    def multiply_keys(acc):
+        key = s.k_slots.at[0]
+        if held:
+            plgpu.wgmma(acc, query.at[:, held:], key.at[:, held:].T)
+            plgpu.wgmma(acc, query.at[:, :held], key.at[:, :held].T)
+        else:
+            plgpu.wgmma(acc, query, key.T)
+        return acc[...]
 
     def step(i, state):
         j = work.tile_at(piece.span, i)
         at = {"example": piece.example, "head": piece.head, "q_start": q_start, "k_start": j * kv_tile, "q_axis": 0}
-        plgpu.barrier_wait(s.again_ready)
-
-        def product(acc):
-            plgpu.wgmma(acc, query, s.k_slots.at[0].T)
-            return acc[...]
-
-        scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
+        scores = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
         scores, to_log2 = log2_logits(p, logits, scores, at)
         if mask.hides:
-            scores = lax.cond(piece.span.ragged(j), lambda x: mask.hide(x, rows=rows, **at), lambda x: x, scores)
-        state, weights, rescale = state.step(scores, to_log2)
+            scores = lax.cond(span.ragged(j), lambda x: mask.hide(x, rows=rows, **at), lambda x: x, scores)
+        if tiles.first_maximum:
+            state, weights, rescale = state.step(scores, to_log2, keeps_maximum=(i > begin) & jnp.logical_not(lost))
+        else:
+            state, weights, rescale = state.step(scores, to_log2)
         out[...] = plgpu.wgmma_accumulator_load(out, wait_n=None) * by_row(rescale, v_dim)
         plgpu.wgmma(out, dropped(p, logits, weights, at).astype(p.dtype), s.v_slots.at[0])
         plgpu.wgmma_wait(0)
+        return state
+
+    def step_if_seen(i, state):
+        plgpu.barrier_wait(s.again_ready)
+        if tiles.own_spans:
+            state = lax.cond((i >= begin) & (i < end), lambda x: step(i, x), lambda x: x, state)
+        else:
+            state = step(i, state)
         plgpu.barrier_arrive(s.again_freed)
         return state
 
-    state = lax.fori_loop(0, piece.span.tiles, step, OnlineSoftmax.start(ROWS, mask.layout.reduce(1)))
-    return state, out[...]
+    start = LaneSoftmax.start(ROWS) if in_lanes else OnlineSoftmax.start(ROWS, mask.layout.reduce(1))
+    if tiles.first_maximum:
+        start = lax.cond(lost, lambda x: x, lambda x: x._replace(row_max_log2=jnp.zeros_like(x.row_max_log2)), start)
+    state = lax.fori_loop(0, piece.span.tiles, step_if_seen, start)
+    return state.whole() if in_lanes else state, out[...]

@@ -244,7 +244,9 @@ class TestTune:
         raw = json.loads(user_file.read_text())
         assert raw["device"] == "NVIDIA H200"
         assert {entry["longest"] for entry in raw["entries"]} == {None}  # the same tiles at both lengths
-        assert tuned.find(_problem(is_causal=True), "forward") == HopperForwardTiles(2, 64, stages=2, takes_turns=False)
+        assert tuned.find(_problem(is_causal=True), "forward") == HopperForwardTiles(
+            2, 64, stages=2, takes_turns=False, first_maximum=False
+        )
         assert tuned.find(_problem(depth=128), "backward") == HopperBackwardTiles(64, stages=1)
         assert tuned.find(_problem(depth=256), "backward") == HopperDeepBackwardTiles(1, d_query_apart=False)
 
