@@ -250,6 +250,37 @@ def test_a_broken_value_reaches_who_sees_it_and_nobody_else(backend, name, depth
     np.testing.assert_array_equal(got[~reached], whole[~reached])
 
 
+GROWING = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (300, 40)},
+    "documents": {"segment_ids": np.repeat([3, 4, 5], [700, 500, 336])[None]},
+    "lengths": {"key_value_seq_lengths": np.array([1200], np.int32)},
+}
+
+
+@pytest.mark.parametrize("shift", [200.0, -120.0])
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize("backend", NAMES)
+def test_logits_that_grow_by_more_than_a_float_holds(backend, name, depth, shift):
+    """Some keys' logits, which a row's first tile of keys has not, or of all keys if negative."""
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(1, 1536, 32, depth)), jnp.bfloat16) for _ in range(3))
+    grown = slice(500, 900, 3) if shift > 0 else slice(None)
+    query, key = query.at[..., 0].set(16), key.at[..., 0].set(0).at[:, grown, :, 0].set(shift / 2)
+    options = GROWING[name] | {"scale": 0.125, "return_residual": True}
+    _refused(backend, query, key, value, **options)
+
+    def call(implementation):
+        return jax.jit(lambda *x: fast_layers.dot_product_attention(*x, implementation=implementation, **options))
+
+    (out, lse), (want, want_lse) = (jax.device_get(call(name)(query, key, value)) for name in (backend, "reference"))
+    out, want = (np.asarray(x, np.float32) for x in (out, want))
+    assert np.linalg.norm(out - want) < 5e-3 * np.linalg.norm(want)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-4)
+
+
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cudnn"])
 def test_a_persistent_grid_inside_shard_map(backend):
     rng = np.random.default_rng(0)

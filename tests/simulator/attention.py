@@ -167,6 +167,8 @@ class StandIn:
     def barrier_wait(self, barrier: Any) -> None:
         if self.early and self._name(barrier) == self.early[0].replace("consumed", "ready"):
             self._slot = barrier
+        if self._name(barrier) == "again_ready":  # the second pass has no ring
+            self._slot = None
         if not self._drops("barrier_wait", barrier):
             plgpu.barrier_wait(barrier)
 
@@ -190,7 +192,7 @@ class StandIn:
 
     def wgmma(self, acc: Any, a: Any, b: Any) -> None:
         plgpu.wgmma(acc, a, b)
-        if self.early and self._name(b) == self.early[1]:
+        if self.early and self._slot is not None and self._name(b) == self.early[1]:
             # The slot of this step: that of the barrier waited for last, whose ring has as many.
             plgpu.barrier_arrive(dataclasses.replace(self._slot, ref=self.scratch[self.early[0]]))
             self.hits += 1

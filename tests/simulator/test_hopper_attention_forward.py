@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from selection import some_each_run
 
-from fast_layers.ops.attention import api, hopper_call, hopper_fwd, reference
+from fast_layers.ops.attention import api, hopper_call, hopper_fwd, hopper_fwd_again, reference
 from fast_layers.ops.attention.config import HopperForwardTiles
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
@@ -139,6 +139,84 @@ def test_a_hidden_value_that_is_broken(name):
     np.testing.assert_allclose(lse[~reached], want_lse[~reached], rtol=1e-3, atol=1e-3)
 
 
+_PERSISTENT = HopperForwardTiles(2, 64, blocks=1)
+_ALONE = dataclasses.replace(_PERSISTENT, takes_turns=False)
+# What `shifted` draws, options, tiles.
+RANGE = {
+    "full": ({}, {}, _PERSISTENT),
+    "causal": ({}, {"is_causal": True}, _PERSISTENT),
+    "keys awaited early": ({}, {}, dataclasses.replace(_PERSISTENT, keys_before_wait=16)),
+    "cluster": ({"length": 256, "heads": 2}, {}, dataclasses.replace(_ALONE, blocks=2, cluster=2)),
+    "the last keys first": (
+        {},
+        {"is_causal": True},
+        dataclasses.replace(_ALONE, own_spans=True, last_keys_first=True, keys_before_wait=64),
+    ),
+    "window": ({}, {"local_window_size": (90, 20)}, _PERSISTENT),
+    "documents": ({}, {"segment_ids": np.repeat([3, 4, 5], [100, 120, 40])[None]}, _PERSISTENT),
+    "lengths": ({}, {"key_value_seq_lengths": np.array([200])}, _PERSISTENT),
+    "queries in registers": ({"length": 256, "depth": 128}, {}, dataclasses.replace(_ALONE, held_columns=64)),
+}
+RANGE_EACH_RUN = {"full", "cluster", "the last keys first", "documents"}
+
+
+def shifted(shift: float, length: int = 260, heads: int = 1, depth: int = 64):
+    """bfloat16 query, key and value; logits grow by `shift`: of keys in neither the first nor the last tile, or of all
+    if it is negative."""
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(1, length, heads, depth)), jnp.bfloat16) for _ in range(3))
+    grown = slice(130, 160) if shift > 0 else slice(None)
+    return query.at[..., 0].set(16), key.at[..., 0].set(0).at[:, grown, :, 0].set(shift / 2), value
+
+
+def forward_with(tiles: HopperForwardTiles, query, key, value, *patches, **options):
+    """Simulated (out, lse), and the reference's."""
+    inputs, aux, given, _ = api._prepare(query, key, value, scale=0.125, **options)
+    problem = given.problem(inputs, aux)
+    assert tiles.for_mask(problem) == tiles
+    with patched(forward_tiles(tiles), *patches):
+        got = simulate(functools.partial(hopper_call.forward, problem), inputs, aux).check()
+    return got, reference.forward(problem, inputs, aux)
+
+
+@pytest.mark.parametrize("shift", [200.0, -120.0])
+@pytest.mark.parametrize("name", some_each_run(RANGE, RANGE_EACH_RUN))
+def test_weights_beyond_the_range_of_floats(name, shift):
+    """Relative to the first tile's maximum they are: blocks do their pieces again."""
+    sizes, options, tiles = RANGE[name]
+    (out, lse), (want, want_lse) = forward_with(tiles, *shifted(shift, **sizes), **options)
+    out, want = (np.asarray(x, np.float32) for x in (out, want))
+    assert np.linalg.norm(out - want) < 4e-3 * np.linalg.norm(want)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5)
+
+
+def _nothing_but_nan(*arguments):
+    state, sums = hopper_fwd_again.over_keys_again(*arguments)
+    return state, sums * jnp.nan
+
+
+@pytest.mark.parametrize("shift", [0.0, 200.0])
+@pytest.mark.parametrize("name", some_each_run(RANGE, {"documents", "the last keys first"}))
+def test_pieces_are_done_again_only_for_their_range(name, shift):
+    sizes, options, tiles = RANGE[name]
+    again = hopper_fwd, "over_keys_again", _nothing_but_nan
+    (out, _), _ = forward_with(tiles, *shifted(shift, **sizes), again, **options)
+    assert np.isnan(out).any() == (shift > 0)
+
+
+@pytest.mark.parametrize("name", some_each_run(RANGE, {"causal", "the last keys first"}))
+def test_a_broken_value_changes_no_bit_of_rows_that_do_not_see_it(name):
+    sizes, options, tiles = RANGE[name]
+    query, key, value = shifted(0.0, **sizes)
+    (whole, whole_lse), _ = forward_with(tiles, query, key, value, **options)
+    (out, lse), (want, _) = forward_with(tiles, query, key, value.at[0, 130, 0, 3].set(jnp.nan), **options)
+    reached = np.isnan(want).any(-1)
+    np.testing.assert_array_equal(np.isnan(out).any(-1), reached)
+    np.testing.assert_array_equal(out[~reached], whole[~reached])
+    reached = reached.swapaxes(1, 2)
+    np.testing.assert_array_equal(lse[~reached], whole_lse[~reached])
+
+
 # Blocks of several pieces each, three rounds of the rings, and keys enough for the last product of a piece.
 FORWARD_CASE = Case(batch=1, q_len=384, kv_len=384, heads=2, kv_heads=2)
 
@@ -160,7 +238,7 @@ FORWARD_FAULTS = {
     "keys overwritten": (FORWARD_CASE, StandIn("barrier_wait k_consumed"), "write of SMEM"),
     "values overwritten": (FORWARD_CASE, StandIn("barrier_wait v_consumed"), "write of SMEM"),
     "keys freed in flight": (FORWARD_CASE, StandIn(early=("k_consumed", "k_slots")), "read of SMEM"),
-    "out's product not awaited": (FORWARD_CASE, StandIn("wgmma_wait"), "accumulator"),
+    "values freed in flight": (FORWARD_CASE, StandIn("wgmma_wait"), "read of SMEM"),
     "scores read in flight": (FORWARD_CASE, StandIn("wgmma_accumulator_load #1"), "accumulator"),
     "out not committed": (FORWARD_CASE, StandIn("commit_smem"), "write of SMEM"),
     "out not committed, own slot": (TWO_DEPTHS, StandIn("commit_smem"), "write of SMEM"),
@@ -169,6 +247,9 @@ FORWARD_FAULTS = {
     "mended before it arrives": (POISONED, StandIn("barrier_wait kv_arrived"), "read of SMEM"),
     "mending not committed": (POISONED, StandIn("commit_smem #1"), ""),
     "verdict not awaited": (MASKED, StandIn("barrier_wait judged"), "read of SMEM"),
+    "rows not looked at": (MASKED, StandIn("barrier_wait looked"), "read of SMEM"),
+    "again: keys not awaited": (POISONED, StandIn("barrier_wait again_ready"), "read of SMEM"),
+    "again: keys overwritten": (POISONED, StandIn("barrier_wait again_freed"), "write of SMEM"),
 }
 
 
@@ -181,6 +262,7 @@ FORWARD_EACH_RUN = {
     "scores read in flight",
     "store's read not awaited",
     "mending not committed",
+    "rows not looked at",
 }
 
 
@@ -203,12 +285,14 @@ class HeldTooSoon(StandIn):
         return loaded
 
 
+RESCALED = HopperForwardTiles(2, 64, blocks=1, first_maximum=False)
 HELD_CASE = dataclasses.replace(FORWARD_CASE, q_len=256, kv_len=256, qk_dim=128)
 HELD = HopperForwardTiles(2, 64, blocks=1, takes_turns=False, held_columns=64)
 
 
 # In the text of a causal mask's compute warpgroups, the last wait for keys stands where tiles are passed over.
 FORM_FAULTS = {
+    "out's product not awaited": (FORWARD_CASE, StandIn("wgmma_wait"), RESCALED, "accumulator"),
     "queries held before they came": (HELD_CASE, HeldTooSoon(), HELD, "read of SMEM"),
     "held queries overwritten": (HELD_CASE, StandIn("barrier_wait q_consumed"), HELD, "write of SMEM"),
     "a cluster's blocks free their own slots only": (
