@@ -32,3 +32,15 @@ def test_weights_sums_and_lse_by_definition(pieces, monkeypatch):
     want = top + np.log(np.exp(logits - top).sum()) if np.isfinite(top) else -np.inf
     np.testing.assert_allclose(lse, [want], rtol=1e-5)
     np.testing.assert_allclose(summed * np.asarray(normaliser), [float(np.isfinite(top))], rtol=1e-5)
+
+
+def test_a_maximum_that_is_kept(monkeypatch):
+    monkeypatch.setattr(lane_softmax.plgpu, "layout_cast", lambda x, layout: x)
+    scores = jnp.repeat(jnp.array([[3.0, 1.0]]), 8, axis=1)
+    first, _, _ = LaneSoftmax.start(1).step(scores, TO_LOG2)
+    kept, weights, rescale = first.step(scores + 2, TO_LOG2, keeps_maximum=jnp.bool_(True))
+    np.testing.assert_array_equal(kept.row_max_log2, first.row_max_log2)
+    np.testing.assert_array_equal(rescale, [1.0])
+    np.testing.assert_allclose(weights.max(), 2 ** (2 * TO_LOG2), rtol=1e-6)
+    grown, _, _ = first.step(scores + 2, TO_LOG2, keeps_maximum=jnp.bool_(False))
+    np.testing.assert_allclose(grown.row_max_log2, [5 * TO_LOG2], rtol=1e-6)

@@ -73,6 +73,8 @@ def test_warpgroups_of_the_deep_backward_ask_for_no_more_either():
         (lambda: HopperForwardTiles(2, 128, held_columns=32), "held_columns"),
         (lambda: HopperForwardTiles(2, 128, held_columns=192), "held_columns"),
         (lambda: HopperForwardTiles(3, 128, held_columns=64), "held_columns"),
+        (lambda: HopperForwardTiles(2, 128, keys_before_wait=12), "keys_before_wait"),
+        (lambda: HopperForwardTiles(2, 64, keys_before_wait=128), "keys_before_wait"),
         (lambda: HopperBackwardTiles(96), "q_tile"),
         (lambda: HopperBackwardTiles(64, stages=0), "stages"),
         (lambda: HopperBackwardTiles(64, blocks=-1), "blocks"),
@@ -256,6 +258,32 @@ def test_long_rows_deeper_than_128_hold_queries_in_registers(q_len, kv_len, dept
     shapes = (q_len, depths[0]), (kv_len, depths[0]), (kv_len, depths[1])
     jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, length, 16, depth), jnp.bfloat16) for length, depth in shapes))
     assert chosen == [held, held]
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype", "options", "first_maximum"),
+    [
+        (2048, jnp.bfloat16, {}, True),
+        (2048, jnp.bfloat16, CAUSAL, True),
+        (2048, jnp.bfloat16, {"segment_ids": np.zeros((8, 2048), np.int32)}, True),
+        (2048, jnp.bfloat16, {"softcap": 30.0, "local_window_size": (512, 0)}, True),
+        (2048, jnp.float16, {}, False),  # its weights may not exceed 65,504
+        (2048, jnp.bfloat16, {"bias": np.zeros((1, 1, 2048, 2048), np.float32)}, False),
+        (2048, jnp.bfloat16, {"mask": np.ones((1, 1, 2048, 2048), bool)}, False),
+        (64, jnp.bfloat16, {}, False),
+    ],
+    ids=str,
+)
+def test_weights_are_relative_to_a_first_maximum(length, dtype, options, first_maximum):
+    def choose(query, key, value):
+        inputs, aux, given, _ = api._prepare(query, key, value, **options)
+        problem = given.problem(inputs, aux)
+        tiles = HopperForwardTiles.of(problem, tuned.find(problem, "forward")).for_mask(problem)
+        chosen.append((tiles.first_maximum, bool(tiles.keys_before_wait) and not tiles.first_maximum))
+
+    chosen: list[tuple[bool, bool]] = []
+    jax.eval_shape(choose, *3 * [jax.ShapeDtypeStruct((8, length, 16, 128), dtype)])
+    assert chosen == [(first_maximum, False)]
 
 
 def _backward_problem(length, batch, causal, kv_heads=16, heads=16):
