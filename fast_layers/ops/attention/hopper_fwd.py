@@ -112,9 +112,11 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
             turn, steps = each_piece(functools.partial(load, work, mask, inputs, s))
             if judges:
-                role = functools.partial(load_again, work, mask, inputs, s)
-                if_broken(lambda zero, _: each_piece(role, turn=turn, steps=zero) and None)
 
+                def load_all_again(zero, _):
+                    each_piece(functools.partial(load_again, work, mask, inputs, s), turn=turn, steps=zero)
+
+                if_broken(load_all_again)
             if tiles.cluster > 1:
                 drain(s, steps)
 
