@@ -2,7 +2,7 @@
 
 Later maxima change nothing, so that no step waits for one and nothing that was summed is ever rescaled. Weights are
 powers of two with a float's range: they are as exact as those of `OnlineSoftmax`, until one or their sum is no finite
-number any more, or too small. That shows at the end (`failed`), and then the row is to be done by `OnlineSoftmax`.
+number any more, or too small. That shows at the end (`failed`), and then the row is to be done with all maxima.
 
 Axis letters: R rows, S keys of one piece.
 

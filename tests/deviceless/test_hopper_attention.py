@@ -169,8 +169,8 @@ BATCHES = {
 # Bytes of spilled stores: (forward, backward), about a fifth above what ptxas 13.3 made of them on 2026-11-20 to 22, or
 # 13.5 on the 25th and 26th. The backward keeps four accumulators, up to the last of its 240 registers; what it spills
 # are addresses and bounds that ptxas hoists out of the loop over queries. The forward spills such too, out of the loops
-# over passes and pieces, never in that over keys, mostly for the second pass at depths over 192; and where three
-# compute warpgroups leave 32 registers to the load warpgroup.
+# over passes and pieces, mostly for the second pass at depths over 192, where with documents the loop over keys has
+# seven loads and stores of them; and where three compute warpgroups leave 32 registers to the load warpgroup.
 SPILLS = {
     "d40 full": (0, 30),
     "d48 causal": (0, 10),

@@ -6,6 +6,7 @@ python3 -m pytest tests/gpu -n0 -p no:cacheprovider
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 
 import jax
@@ -19,7 +20,7 @@ from fast_layers.arch import lowering_targets
 from fast_layers.dispatch import PASSES
 from fast_layers.ops.attention.backends import BACKENDS
 from fast_layers.testing import check_parity
-from fast_layers.testing.closeness import assert_bitwise_equal
+from fast_layers.testing.closeness import assert_bitwise_equal, assert_close
 from fast_layers.testing.parity import CASES, Case
 
 NAMES = [backend.name for backend in BACKENDS if backend.name != "reference"]
@@ -272,13 +273,15 @@ def test_logits_that_grow_by_more_than_a_float_holds(backend, name, depth, shift
     options = GROWING[name] | {"scale": 0.125, "return_residual": True}
     _refused(backend, query, key, value, **options)
 
-    def call(implementation):
-        return jax.jit(lambda *x: fast_layers.dot_product_attention(*x, implementation=implementation, **options))
+    def call(implementation, *operands):
+        op = functools.partial(fast_layers.dot_product_attention, implementation=implementation, **options)
+        return jax.device_get(jax.jit(op)(*operands))
 
-    (out, lse), (want, want_lse) = (jax.device_get(call(name)(query, key, value)) for name in (backend, "reference"))
-    out, want = (np.asarray(x, np.float32) for x in (out, want))
-    assert np.linalg.norm(out - want) < 5e-3 * np.linalg.norm(want)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-4)
+    got, yardstick = (call(name, query, key, value) for name in (backend, "reference"))
+    with jax.enable_x64(True):
+        oracle = call("reference", *(x.astype(jnp.float64) for x in (query, key, value)))
+    for which, *arrays in zip(("out", "lse"), got, oracle, yardstick, strict=True):
+        assert_close(*arrays, name=which)
 
 
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cudnn"])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from selection import some_each_run
 
@@ -169,14 +170,21 @@ def shifted(shift: float, length: int = 260, heads: int = 1, depth: int = 64):
     return query.at[..., 0].set(16), key.at[..., 0].set(0).at[:, grown, :, 0].set(shift / 2), value
 
 
-def forward_with(tiles: HopperForwardTiles, query, key, value, *patches, **options):
-    """Simulated (out, lse), and the reference's."""
-    inputs, aux, given, _ = api._prepare(query, key, value, scale=0.125, **options)
-    problem = given.problem(inputs, aux)
+def _prepared(*operands, **options):
+    inputs, aux, given, _ = api._prepare(*operands, scale=0.125, **options)
+    return given.problem(inputs, aux), inputs, aux
+
+
+def by_reference(*operands, **options):
+    return reference.forward(*_prepared(*operands, **options))
+
+
+def forward_with(tiles: HopperForwardTiles, *operands, patches=(), **options):
+    """Simulated (out, lse)."""
+    problem, inputs, aux = _prepared(*operands, **options)
     assert tiles.for_mask(problem) == tiles
     with patched(forward_tiles(tiles), *patches):
-        got = simulate(functools.partial(hopper_call.forward, problem), inputs, aux).check()
-    return got, reference.forward(problem, inputs, aux)
+        return simulate(functools.partial(hopper_call.forward, problem), inputs, aux).check()
 
 
 @pytest.mark.parametrize("shift", [200.0, -120.0])
@@ -184,10 +192,12 @@ def forward_with(tiles: HopperForwardTiles, query, key, value, *patches, **optio
 def test_weights_beyond_the_range_of_floats(name, shift):
     """Relative to the first tile's maximum they are: blocks do their pieces again."""
     sizes, options, tiles = RANGE[name]
-    (out, lse), (want, want_lse) = forward_with(tiles, *shifted(shift, **sizes), **options)
-    out, want = (np.asarray(x, np.float32) for x in (out, want))
-    assert np.linalg.norm(out - want) < 4e-3 * np.linalg.norm(want)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-5)
+    operands = shifted(shift, **sizes)
+    got, yardstick = forward_with(tiles, *operands, **options), by_reference(*operands, **options)
+    with jax.enable_x64(True):
+        oracle = by_reference(*(x.astype(jnp.float64) for x in operands), **options)
+    for which, *arrays in zip(("out", "lse"), got, oracle, yardstick, strict=True):
+        assert_close(*arrays, name=which)
 
 
 def _nothing_but_nan(*arguments):
@@ -200,7 +210,7 @@ def _nothing_but_nan(*arguments):
 def test_pieces_are_done_again_only_for_their_range(name, shift):
     sizes, options, tiles = RANGE[name]
     again = hopper_fwd, "over_keys_again", _nothing_but_nan
-    (out, _), _ = forward_with(tiles, *shifted(shift, **sizes), again, **options)
+    out, _ = forward_with(tiles, *shifted(shift, **sizes), patches=[again], **options)
     assert np.isnan(out).any() == (shift > 0)
 
 
@@ -208,9 +218,10 @@ def test_pieces_are_done_again_only_for_their_range(name, shift):
 def test_a_broken_value_changes_no_bit_of_rows_that_do_not_see_it(name):
     sizes, options, tiles = RANGE[name]
     query, key, value = shifted(0.0, **sizes)
-    (whole, whole_lse), _ = forward_with(tiles, query, key, value, **options)
-    (out, lse), (want, _) = forward_with(tiles, query, key, value.at[0, 130, 0, 3].set(jnp.nan), **options)
-    reached = np.isnan(want).any(-1)
+    whole, whole_lse = forward_with(tiles, query, key, value, **options)
+    broken = query, key, value.at[0, 130, 0, 3].set(jnp.nan)
+    out, lse = forward_with(tiles, *broken, **options)
+    reached = np.isnan(by_reference(*broken, **options)[0]).any(-1)
     np.testing.assert_array_equal(np.isnan(out).any(-1), reached)
     np.testing.assert_array_equal(out[~reached], whole[~reached])
     reached = reached.swapaxes(1, 2)

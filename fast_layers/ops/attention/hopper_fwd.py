@@ -95,8 +95,6 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         s = _Scratch(**{"out_slots": None, "loose_query": None, **scratch})
         each_piece = functools.partial(work.each_piece, mask, schedule=schedule_ref[0] if schedule_ref else None)
 
-        judges = mask.hides_real_keys or tiles.first_maximum
-
         def if_broken(role):
             """`role(0, lost)` where some row is `_BROKEN` or `_LOST`, after `judge`. All roles ask."""
             plgpu.barrier_wait(s.judged)
@@ -111,7 +109,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         def _load():
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
             turn, steps = each_piece(functools.partial(load, work, mask, inputs, s))
-            if judges:
+            if judges(mask):
 
                 def load_all_again(zero, _):
                     each_piece(functools.partial(load_again, work, mask, inputs, s), turn=turn, steps=zero)
@@ -125,7 +123,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             plgpu.set_max_registers(tiles.compute_registers, action="increase")
 
             pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(s.turn.at[0]))
-            if judges:
+            if judges(mask):
 
                 @pl.when(warpgroup < lookers)
                 def _nothing_seen():
@@ -138,7 +136,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 return each_piece(role, without_keys=without_keys, turn=turn, steps=zero)
 
             turn, _ = compute_all(again=None, turn=0, zero=0)
-            if judges:
+            if judges(mask):
 
                 def compute_again(zero, lost):
                     # The first pass may still be storing what the second stores anew.
@@ -156,6 +154,9 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 plgpu.barrier_wait(s.turn.at[0])
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def judges(mask: TileMask) -> bool:
+        return mask.hides_real_keys or tiles.first_maximum
 
     def judge(s: _Scratch):
         """By one warpgroup, since a sum over several warps takes the block's only scratch for it."""
@@ -239,7 +240,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         to = out_ref.at[out_index, pl.ds(q_start, work.stored_rows), head, pl.ds(0, v_dim)]
         plgpu.copy_smem_to_gmem(stored, to)
         plgpu.copy_smem_to_gmem(lse_slot, lse_ref.at[out_index, head, pl.ds(q_start, ROWS)])
-        if again is None and (mask.hides_real_keys or tiles.first_maximum):
+        if again is None and judges(mask):
 
             @pl.when(warpgroup < lookers)
             def _look():
