@@ -406,6 +406,17 @@ def test_configs_of_another_type():
             misused()
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("F8_E4M3", 8), ("F8_E5M2", 8), ("F4", 4)])
+def test_weights_of_small_floats(tmp_path, dtype, size):
+    folder = write(tmp_path, published())
+    entry = {"dtype": dtype, "shape": [8], "data_offsets": [0, size]}
+    header = json.dumps({"backbone.norm_f.weight": entry}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(size)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"backbone.norm_f.weight is of dtype {dtype}: must be float32, float16 or"):
+        checkpoints.load_mamba2(folder)
+
+
 def test_files_that_are_damaged(tmp_path):
     folder = write(tmp_path, published())
     whole = {file: file.read_bytes() for file in folder.iterdir()}

@@ -21,6 +21,9 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # of weights in several files
 
+_SMALL_FLOATS = ("F8", "F6", "F4")
+"""How safetensors' names of floats of 8 bits and less begin, which its NumPy reader cannot read."""
+
 
 def load_mamba2(
     path: str | os.PathLike[str], config: Mamba2LMConfig | None = None, *, dtype: Any = None, param_dtype: Any = None
@@ -118,6 +121,9 @@ def _read(path: Path) -> dict[str, np.ndarray]:
             )
         safetensors = _safetensors()
         try:
+            with safetensors.safe_open(file, "numpy") as content:
+                names = content.keys()
+                _check_dtypes(file, {name: content.get_slice(name).get_dtype() for name in names})
             tensors |= safetensors.numpy.load_file(file)
         except safetensors.SafetensorError as error:
             raise ValueError(
@@ -125,6 +131,15 @@ def _read(path: Path) -> dict[str, np.ndarray]:
                 "pytorch_model.bin torch.load and safetensors.torch.save_file make one"
             ) from error
     return tensors
+
+
+def _check_dtypes(file: Path, dtypes: dict[str, str]) -> None:
+    for name, dtype in dtypes.items():
+        if dtype.startswith(_SMALL_FLOATS):
+            raise ValueError(
+                f"{file}: {name} is of dtype {dtype}: must be float32, float16 or bfloat16; write the checkpoint anew "
+                "with tensor.to(torch.bfloat16), times the scale that stands beside it if there is one"
+            )
 
 
 def _parts(folder: Path) -> list[str]:
