@@ -48,9 +48,10 @@ class OnlineSoftmax(NamedTuple):
         """(normaliser, lse): what to multiply the sums by, and the natural logarithm; 0 and -inf for an empty row."""
         sees_none = self.row_sum == 0
         row_sum = jnp.where(sees_none, 1.0, self.row_sum)
-        # Selected, since of a sum of two products compilers round either first, one way here and the other way there.
         log_sum = jnp.where(sees_none, -jnp.inf, jnp.log(row_sum))
-        lse = self.row_max_log2 * (1.0 / LOG2_E) + log_sum
+        # A product and a sum that a compiler sees alone become one multiply-add. Else some passes would round the product.
+        row_max, log_sum = lax.optimization_barrier((self.row_max_log2, log_sum))
+        lse = row_max * (1.0 / LOG2_E) + log_sum
         return jnp.where(sees_none, 0.0, 1.0 / row_sum), lse
 
 
