@@ -209,6 +209,36 @@ def _tma_load(interpreter, eqn, token, invals):
     return token, []
 
 
+def _inline_mgpu(interpreter, eqn, token, invals):
+    """By the function's `simulated`, if it has one: of the numbers in the reference that comes first it makes what is
+    returned, or of the arrays behind it what is stored there."""
+    simulated = getattr(eqn.params["mgpu_fn"], "simulated", None)
+    if simulated is None:
+        return interpreter._interpret_inline_mgpu_p(eqn, token, lambda: invals)
+    count = eqn.params["pytree_args"].num_leaves
+    ref, *arrays = invals[:count]
+    transforms, *_ = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], invals[count:])
+    aval = eqn.invars[0].aval
+    stored = [] if eqn.outvars else [simulated(*arrays)]
+    numbers: Any = stored[0].aval if stored else state_types.transform_type(transforms, aval)
+    ref, transforms = jaxpr_interpret.resolve_ref(aval, ref, transforms)
+    call = functools.partial(
+        gpu_callbacks.call_swap if stored else gpu_callbacks.call_get,
+        token=token,
+        result_shape_and_dtype=jax.ShapeDtypeStruct(numbers.shape, numbers.dtype),
+        mesh_location=interpreter.mesh_location,
+        thread=interpreter.thread,
+        allocation_key_as_array=ref,
+        transforms=transforms,
+        source_info=eqn.source_info,
+    )
+    if stored:
+        token, _ = call(val=stored[0], mask=None)
+        return token, []
+    token, found = call()
+    return token, [simulated(found)]
+
+
 def _unflatten(trees, leaves):
     empty = jax.tree.structure([])
     return jax.tree.unflatten(jax.tree_util.treedef_tuple([tree or empty for tree in trees]), leaves)
@@ -217,6 +247,7 @@ def _unflatten(trees, leaves):
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     discharge.run_state_p: _run_state,
     mosaic.copy_gmem_to_smem_p: _tma_load,
+    mosaic.inline_mgpu_p: _inline_mgpu,
     mosaic.copy_smem_to_gmem_p: _tma_store,
     mosaic.wgmma_accumulator_deref_p: _accumulator_load,
     mosaic.wgmma_accumulator_store_p: _accumulator_store,

@@ -200,7 +200,7 @@ SPILLS = {
     "d128 causal, grouped, in parts": (0, 34, 0),
     "d128 full, grouped, in parts": (0, 20, 0),
     "d128 any order": (0, 106),
-    "d128 window": (0, 39, 0),
+    "d128 window": (0, 52, 0),
     "d128 window, softcap": (15, 200, 0),
     "d128 segments": (0, 350),
     "d128 everything": (24, 245, 0),
@@ -253,8 +253,9 @@ def test_kernels_compile_well(batch):
         takes_rows = call.qk_dim in (64, 128, 256) and call.v_dim is None and call.length % 128 == 0
         if rows is None and takes_rows and not call.d_query_apart:
             faults.append(f"{name}: the rows' sums were left to XLA")
-        elif rows is not None and rows.spill_store_bytes:
-            faults.append(f"{name}, {rows.name}: {rows.spill_store_bytes} bytes are spilled")
+        for small in (rows, kernels.get("attention_backward_sums")):
+            if small is not None and small.spill_store_bytes:
+                faults.append(f"{name}, {small.name}: {small.spill_store_bytes} bytes are spilled")
         for kernel_name, most in zip(call.kernels, SPILLS.get(name, (0,) * len(call.kernels)), strict=True):
             kernel = kernels[kernel_name]
             print(

@@ -90,7 +90,8 @@ def test_sums_in_any_order(depth):
         residuals = Residuals(inputs, aux, *got[reproducible][:2])
         backward = functools.partial(hopper_call.backward, problem)
         program = jax.make_jaxpr(backward)(residuals, d_out, jnp.zeros_like(residuals.lse))
-        assert (re.search(r"i32\[1,\d+,1,\d+\]", str(program)) is not None) == reproducible
+        sums = r"i32\[1,1,\d+,1,16,256\]" if depth <= 128 else r"i32\[1,\d+,1,\d+\]"
+        assert (re.search(sums, str(program)) is not None) == reproducible
     for (path, exact), free in zip(jax.tree.leaves_with_path(got[True]), jax.tree.leaves(got[False]), strict=True):
         np.testing.assert_allclose(
             *(np.asarray(x, np.float32) for x in (free, exact)), 2e-3, 2e-3, err_msg=jax.tree_util.keystr(path)

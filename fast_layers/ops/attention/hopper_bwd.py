@@ -21,9 +21,10 @@ Where a mask hides scores, a tile with NaN or inf in Q or dO is mended first, on
 (`queries_mended`).
 
 Both warpgroups need all 128 keys' dS for dQ, so they exchange it through shared memory. Blocks add their dQ to one
-array by TMA, in whatever order they come. So that array holds integers: sums of integers do not depend on the order,
-and every run gives the same bits. Each row has its own unit, a power of two, from a bound on what the row can sum to.
-Where the bits may change from run to run (`Problem.reproducible`), it holds floats, and rows have no units.
+array by TMA (hopper_bwd_sums.py), in whatever order they come. So that array holds integers: sums of integers do not
+depend on the order, and every run gives the same bits. Each row has its own unit, a power of two, from a bound on what
+the row can sum to. Where the bits may change from run to run (`Problem.reproducible`), it holds floats, and rows have
+no units.
 
 With `d_query_apart` dS goes to the GPU's memory instead, another kernel makes dQ of it, and there are no units. Of long
 grouped heads it goes there in parts, which add to dK and dV.
@@ -47,7 +48,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from fast_layers.kernel_parts.tile_order import each_dealt
-from fast_layers.ops.attention import hopper_bwd_apart, hopper_bwd_d_query, hopper_bwd_pieces
+from fast_layers.ops.attention import hopper_bwd_apart, hopper_bwd_d_query, hopper_bwd_pieces, hopper_bwd_sums
 from fast_layers.ops.attention.config import HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_form import WARPGROUPS, Before, Form, Role, Scratch
 from fast_layers.ops.attention.hopper_bwd_load import load
@@ -58,6 +59,7 @@ from fast_layers.ops.attention.hopper_bwd_steps import through_queries
 from fast_layers.ops.attention.hopper_bwd_visits import Visits
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_grad_parts import BY_ROW, Operands, summed_dtype
+from fast_layers.ops.attention.kernel_operands import round_up
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import TileMask
@@ -66,11 +68,14 @@ from fast_layers.ops.attention.tile_mask import TileMask
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
-    """(dQ, without the scale and as `as_summed` has it if made in the kernel, dK, dV), padded as the operands are."""
+    """(dQ without the scale, or its sums if made in the kernel, dK, dV), padded as the operands are."""
     query, key, value, zeros = operands.query, operands.key, operands.value, operands.zeros
     operands = operands._replace(zeros=None)
     if not tiles.d_query_apart:
-        d_query = jax.new_ref(jnp.zeros(query.shape, summed_dtype(p)) if zeros is None else zeros)
+        panels = Form.of(p, tiles, operands, None).panels
+        q_len, columns = round_up(p.q_len, tiles.q_tile), query.shape[-1] // panels
+        shape = hopper_bwd_sums.sums_shape(p.batch, p.heads, q_len, panels, columns)
+        d_query = jax.new_ref(jnp.zeros(shape, summed_dtype(p)) if zeros is None else zeros.reshape(shape))
         d_key, d_value = (jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value))
         _run(tiles, p, operands, d_key, d_value, d_query=d_query)
         return d_query[...], d_key[...], d_value[...]

@@ -18,6 +18,7 @@ from fast_layers.ops.attention import (
     hopper_bwd,
     hopper_bwd_deep,
     hopper_bwd_rows,
+    hopper_bwd_sums,
     hopper_bwd_units,
     tuned,
 )
@@ -87,13 +88,16 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         None if rows is None else rows.d_query,
     )
     d_query, d_key, d_value = over_batch(functools.partial(launch, tiles), SHARED)(p, operands)
-    d_query = d_query[:, : p.q_len, :, : p.qk_dim]
     if not apart:
         # Integers know no NaN; a row that starts from NaN has one in every weight.
-        to_float = p.scale / units if p.reproducible and units is not None else p.scale
-        to_float = jnp.where(jnp.isnan(start), jnp.nan, to_float)
-        to_float = to_float.swapaxes(1, 2)[..., None]
-        d_query = (d_query.astype(jnp.float32) * to_float).astype(p.dtype)
+        factors = p.scale / units if p.reproducible and units is not None else p.scale
+        factors = jnp.where(jnp.isnan(start), jnp.nan, factors)
+        if deep:
+            d_query = d_query[:, : p.q_len].astype(jnp.float32) * factors.swapaxes(1, 2)[..., None]
+        else:
+            summed = hopper_bwd_sums.Operands(d_query, pad_axis(factors, whole, 2))
+            d_query = over_batch(hopper_bwd_sums.d_query)(p, summed)
+    d_query = d_query[:, : p.q_len, :, : p.qk_dim].astype(p.dtype)
     return Inputs(
         query=d_query,
         key=d_key[:, : p.kv_len, :, : p.qk_dim],

@@ -14,9 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.kernel_parts.fragments import store_fragments
 from fast_layers.ops.attention.hopper_bwd_form import Before, Role
 from fast_layers.ops.attention.hopper_call import ROWS
-from fast_layers.ops.attention.hopper_grad_parts import as_summed
 
 
 def multiply(role: Role, acc: Any, step: Before) -> None:
@@ -33,12 +33,10 @@ def add(role: Role, d_query: jax.Array, step: Before) -> None:
     form, warpgroup = role.form, role.warpgroup
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     slot = role.scratch.d_query_slots.at[warpgroup]
-    slot[...] = as_summed(d_query, step.units)
+    store_fragments(slot, d_query, step.units)
     plgpu.commit_smem()
-    # Of the 64 in a tile of queries whose dQ this warpgroup sums up.
-    first_row = warpgroup * ROWS if form.by_rows else 0
-    columns = pl.ds(0 if form.by_rows else warpgroup * form.panel, form.panel)
-    to = role.last_ref.at[step.example, pl.ds(step.q_index * form.q_tile + first_row, ROWS), step.head, columns]
+    of_tile = (step.q_index * form.halves + warpgroup, 0) if form.by_rows else (step.q_index, warpgroup)
+    to = role.last_ref.at[step.example, step.head, *of_tile]
     plgpu.copy_smem_to_gmem(slot, to, step.steps > 0, reduction_op="add")
 
 

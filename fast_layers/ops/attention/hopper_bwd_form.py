@@ -10,10 +10,11 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.kernel_parts.fragments import fragments_shape
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention import hopper_bwd_pieces
-from fast_layers.ops.attention.config import HopperBackwardTiles, sees_all
+from fast_layers.ops.attention.config import HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE
 from fast_layers.ops.attention.hopper_bwd_scores import LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
@@ -27,7 +28,6 @@ RESULT_PARTS = 2
 """Of dK and dV, by columns of 16 bits, that fit where as many columns of dQ do."""
 _SUMMED_COLUMNS = 32
 """Of dK or dV in float32, that fit where a warpgroup's half of a step's dS does."""
-_FEW_TILES = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,11 +120,9 @@ class Form:
         """Whether there are the barriers that JAX puts around what goes to shared memory.
 
         In a persistent grid they are not needed: what the warps of a warpgroup leave for one another, or for a copy,
-        stands before a commit, and at the kernel's own barriers all of them arrive. Some calls were faster with them.
+        stands before a commit, and at the kernel's own barriers all of them arrive.
         """
-        p = self.problem
-        timed = sees_all(p) and max(p.qk_dim, p.v_dim) <= 64 and self.order.tiles > _FEW_TILES
-        return not self.persistent or timed
+        return not self.persistent
 
     def scratch_types(self) -> dict[str, Any]:
         """Of `Scratch`, but for those that share their memory, which are `told_apart`."""
@@ -150,7 +148,7 @@ class Form:
         if lags:
             for name in ("scores_ready", "scores_consumed"):
                 types[name] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2)
-            d_query_slots = smem_tile(WARPGROUPS, ROWS, self.panel, dtype=summed_dtype(self.problem))
+            d_query_slots = plgpu.SMEM((WARPGROUPS, *fragments_shape(self.panel)), summed_dtype(self.problem))
             if self.persistent:
                 results = smem_tile(WARPGROUPS, RESULT_PARTS, ROWS, self.panel, dtype=dtype)
                 types["dQ or results"] = plgpu.RefUnion(d_query_slots, results)

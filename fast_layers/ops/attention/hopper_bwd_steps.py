@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.kernel_parts.fragments import store_factor
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.ops.attention import hopper_bwd_d_query
@@ -270,7 +271,7 @@ def _own_scores(role: Role, keys: Keys, buffer: Any, j: int) -> Any:
 
 def _write_d_scores(role: Role, keys: Keys, buffer: Any, d_scores: jax.Array) -> None:
     for j in range(role.form.halves):
-        _own_scores(role, keys, buffer, j)[...] = d_scores[:, j * ROWS : (j + 1) * ROWS]
+        store_factor(_own_scores(role, keys, buffer, j), d_scores[:, j * ROWS : (j + 1) * ROWS])
     plgpu.commit_smem()
     if role.form.lags:
         plgpu.barrier_arrive(role.scratch.scores_ready.at[buffer])

@@ -43,7 +43,12 @@ def pad_for_tma(x: Array, tile: int, depth: int) -> Array:
 
     Rows that are added here are masked or cut off; rows of a last tile beyond them read as 0 and are not written.
     """
-    return pad_axis(pad_axis(x, depth, 3), round_up(max(x.shape[1], tile), TMA_ROWS), 1)
+    return pad_axis(pad_axis(x, depth, 3), for_tma(x.shape[1], tile), 1)
+
+
+def for_tma(rows: int, tile: int) -> int:
+    """How many there must be of an array of so many."""
+    return round_up(max(rows, tile), TMA_ROWS)
 
 
 def round_up(size: int, multiple: int) -> int:

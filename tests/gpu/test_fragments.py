@@ -1,0 +1,50 @@
+"""Tiles stored and loaded as threads hold them, on the GPU at hand: as the simulator's stand-ins have it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from simulator import fragments
+
+from fast_layers.arch import lowering_targets
+from fast_layers.kernel_parts.fragments import to_fragments
+
+
+@pytest.fixture(autouse=True)
+def _warpgroups():
+    capability = lowering_targets()[0].capability
+    if capability is None or capability < (9, 0):
+        pytest.skip("needs a GPU with warpgroups, from compute capability 9.0 on")
+
+
+def _tile(columns: int, dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (64, columns)).astype(dtype)
+
+
+@pytest.mark.parametrize("columns", [16, 48, 64, 128])
+def test_floats(columns):
+    tile = _tile(columns)
+    np.testing.assert_array_equal(jax.jit(fragments.stored)(tile), to_fragments(tile))
+
+
+@pytest.mark.parametrize("columns", [16, 64])
+def test_integers_of_a_unit_for_each_row(columns):
+    units = 2.0 ** jnp.arange(64)[::-1]
+    tile = jnp.round(_tile(columns) * 2**28) / units[:, None] / 4  # half of them between two integers
+    got = jax.jit(fragments.stored)(tile, units)
+    np.testing.assert_array_equal(got, to_fragments(np.rint(tile * units[:, None]).astype(np.int32)))
+
+
+@pytest.mark.parametrize("columns", [16, 48, 64])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+def test_loaded(columns, dtype):
+    tile = jnp.arange(64 * columns, dtype=dtype).reshape(64, columns)
+    np.testing.assert_array_equal(jax.jit(fragments.loaded)(to_fragments(tile)), tile)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_factor(dtype):
+    tile = _tile(64, dtype)
+    np.testing.assert_array_equal(jax.jit(fragments.factor)(tile), tile)

@@ -1,0 +1,67 @@
+"""Kernels of one warpgroup that store and load a tile as its threads hold it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fast_layers.kernel_parts.fragments import (
+    ROWS,
+    fragments_shape,
+    load_fragments,
+    store_factor,
+    store_fragments,
+)
+from fast_layers.kernel_parts.smem_tile import smem_tile
+
+WGMMA = plgpu.Layout.WGMMA
+
+
+def stored(x: jax.Array, units: jax.Array | None = None, *, fault: str | None = None) -> jax.Array:
+    """Of float32 [64, C]: by `store_fragments`, and TMA."""
+
+    def kernel(*refs, slot):
+        *inputs, to = refs
+        tile = plgpu.load(inputs[0], layout=WGMMA, optimized=False)
+        of_rows = None if units is None else plgpu.load(inputs[1], layout=WGMMA.reduce(1), optimized=False)
+        store_fragments(slot, tile, of_rows)
+        if fault != "not committed":
+            plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slot, to)
+        plgpu.wait_smem_to_gmem(0)
+
+    dtype, shape = jnp.float32 if units is None else jnp.int32, fragments_shape(x.shape[1])
+    return _of_one_warpgroup(kernel, jax.ShapeDtypeStruct(shape, dtype), slot=plgpu.SMEM(shape, dtype))(
+        *([x] if units is None else [x, units])
+    )
+
+
+def loaded(x: jax.Array) -> jax.Array:
+    """The inverse, by `load_fragments`, of int32 or float32; as float32."""
+
+    def kernel(x, to):
+        to[...] = load_fragments(x, columns).astype(jnp.float32)
+
+    columns = x.size // ROWS
+    return _of_one_warpgroup(kernel, jax.ShapeDtypeStruct((ROWS, columns), jnp.float32))(x)
+
+
+def factor(x: jax.Array, *, fault: str | None = None) -> jax.Array:
+    """16-bit x [64, 64], by `store_factor` and TMA."""
+
+    def kernel(x, to, slot):
+        store_factor(slot, plgpu.load(x, layout=WGMMA, optimized=False))
+        if fault != "not committed":
+            plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slot, to)
+        plgpu.wait_smem_to_gmem(0)
+
+    return _of_one_warpgroup(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), slot=smem_tile(ROWS, ROWS, dtype=x.dtype))(
+        x
+    )
+
+
+def _of_one_warpgroup(kernel, result, **scratch):
+    params = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+    return plgpu.kernel(kernel, out_type=result, scratch_types=scratch, compiler_params=params)

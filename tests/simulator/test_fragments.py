@@ -1,0 +1,54 @@
+"""The stand-ins by which the simulator stores and loads tiles as threads hold them: right, and seen as accesses."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fast_layers.kernel_parts.fragments import to_fragments
+from fast_layers.testing import simulate
+from simulator import fragments
+from simulator.found import tells
+
+pytestmark = pytest.mark.simulator
+
+
+def _tile(columns: int = 48, dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (64, columns)).astype(dtype)
+
+
+UNITS = 2.0 ** jnp.arange(64)[::-1]
+
+
+def test_floats():
+    tile = _tile()
+    np.testing.assert_array_equal(simulate(fragments.stored, tile).check(), to_fragments(tile))
+
+
+def test_integers_of_a_unit_for_each_row():
+    tile = _tile() / UNITS[:, None] * 1000
+    got = simulate(fragments.stored, tile, UNITS).check()
+    assert got.dtype == jnp.int32
+    np.testing.assert_array_equal(got, to_fragments(np.rint(tile * UNITS[:, None]).astype(np.int32)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+def test_loaded(dtype):
+    tile = jnp.arange(64 * 32, dtype=dtype).reshape(64, 32)
+    np.testing.assert_array_equal(simulate(fragments.loaded, to_fragments(tile)).check(), tile)
+
+
+def test_factor():
+    tile = _tile(64, jnp.bfloat16)
+    np.testing.assert_array_equal(simulate(fragments.factor, tile).check(), tile)
+
+
+@pytest.mark.parametrize(("kernel", "tile"), [(fragments.stored, _tile()), (fragments.factor, _tile(64, jnp.bfloat16))])
+def test_what_is_not_committed_is_found(kernel, tile):
+    sim = simulate(functools.partial(kernel, fault="not committed"), tile)
+    assert sim.faulty
+    assert tells(sim, "write of SMEM"), sim.report()
