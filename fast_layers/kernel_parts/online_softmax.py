@@ -49,7 +49,7 @@ class OnlineSoftmax(NamedTuple):
         sees_none = self.row_sum == 0
         row_sum = jnp.where(sees_none, 1.0, self.row_sum)
         log_sum = jnp.where(sees_none, -jnp.inf, jnp.log(row_sum))
-        # A product and a sum that a compiler sees alone become one multiply-add. Else some passes would round the product.
+        # What a compiler sees by itself becomes one multiply-add; else some passes round the product before the sum.
         row_max, log_sum = lax.optimization_barrier((self.row_max_log2, log_sum))
         lse = row_max * (1.0 / LOG2_E) + log_sum
         return jnp.where(sees_none, 0.0, 1.0 / row_sum), lse
