@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -122,8 +123,7 @@ def _simulated(fn: Any, stand_in: Any) -> None:
 
 def _sixteen_bytes(registers: Any) -> list[tuple[Any, int]]:
     """The two registers of each 16 bytes that a thread has of a row, as a view, and in which half of the rows."""
-    pairs = registers.view()
-    pairs.shape = -1, 2, 2  # 16-column part, 8-column part, half of the rows
+    pairs = np.reshape(registers, (-1, 2, 2), copy=False)  # 16-column part, 8-column part, half of the rows
     return [(part[:, half], half) for part in pairs for half in range(2)]
 
 
