@@ -497,10 +497,14 @@ class HopperBackwardTiles:
             )
 
     @property
+    def panels(self) -> int:
+        """Of K's columns: dQ is a product of dS with K, of which with 64 rows each warpgroup takes half the columns."""
+        return 1 if self.q_tile == 128 else 2
+
+    @property
     def depth_multiple(self) -> int:
-        """Of the query's depth: dQ is a product of dS with K, of which with 64 rows each warpgroup takes half the
-        columns."""
-        return _SWIZZLED_COLUMNS * (1 if self.q_tile == 128 else 2)
+        """Of the query's depth."""
+        return _SWIZZLED_COLUMNS * self.panels
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, of dQ's and of row vectors in 32 bits; barriers take less than the last KiB."""

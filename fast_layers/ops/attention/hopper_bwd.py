@@ -72,9 +72,8 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     query, key, value, zeros = operands.query, operands.key, operands.value, operands.zeros
     operands = operands._replace(zeros=None)
     if not tiles.d_query_apart:
-        panels = Form.of(p, tiles, operands, None).panels
-        q_len, columns = round_up(p.q_len, tiles.q_tile), query.shape[-1] // panels
-        shape = hopper_bwd_sums.sums_shape(p.batch, p.heads, q_len, panels, columns)
+        q_len, columns = round_up(p.q_len, tiles.q_tile), query.shape[-1] // tiles.panels
+        shape = hopper_bwd_sums.sums_shape(p.batch, p.heads, q_len, tiles.panels, columns)
         d_query = jax.new_ref(jnp.zeros(shape, summed_dtype(p)) if zeros is None else zeros.reshape(shape))
         d_key, d_value = (jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value))
         _run(tiles, p, operands, d_key, d_value, d_query=d_query)

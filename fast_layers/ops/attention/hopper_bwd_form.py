@@ -93,7 +93,7 @@ class Form:
     @property
     def panels(self) -> int:
         """Of K's columns."""
-        return 1 if self.by_rows else WARPGROUPS
+        return self.tiles.panels
 
     @property
     def panel(self) -> int:

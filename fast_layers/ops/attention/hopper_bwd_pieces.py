@@ -164,7 +164,9 @@ class Piece(NamedTuple):
             full_first, full_last = mask.full_queries(kv_index * KV_TILE, KV_TILE)
             full = jnp.clip(full_first, first, last), jnp.clip(full_last, first, last)
         # Pieces that are all at the same queries would add to the same rows of dQ at once. A mask keeps them apart.
-        start = lax.div(kv_index * last, order.tiles) if sees_all(p) else first
+        # Where they leave dS instead, they share what they load.
+        keeps_apart = sees_all(p) and not tiles.d_query_apart
+        start = lax.div(kv_index * last, order.tiles) if keeps_apart else first
         first_head = kv_head * p.group + heads[1]
         place = pair, example, kv_head, first_head, kv_index
         return cls(p, mask, at_start, apart, heads[0], *place, first, last, full, start)
