@@ -277,11 +277,11 @@ def _to_int(x: Any) -> Any:
 
 
 @contextlib.contextmanager
-def extended_interpret_mode(findings: machine.Findings) -> Iterator[None]:
+def extended_interpret_mode(findings: machine.Findings, sums_in_order: bool) -> Iterator[None]:
     """While inside, JAX's interpret mode is the extended one, and races and errors go to `findings`."""
     replacements: list[tuple[Any, str, Any]] = [
         (jaxpr_interpret, "JaxprInterpreter", Interpreter),
-        (shared_memory, "GPUSharedMemory", machine.machine_reporting_to(findings)),
+        (shared_memory, "GPUSharedMemory", machine.machine_reporting_to(findings, sums_in_order)),
         (gpu_callbacks, "GPURaceDetectionState", machine.races_reporting_to(findings)),
         (gpu_callbacks, "TcGen05Mma", tcgen05.TwoBlockMma),
         (gpu_callbacks, "tcgen05_mma", tcgen05.multiply),

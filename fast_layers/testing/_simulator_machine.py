@@ -65,7 +65,9 @@ class Findings:
 class Machine(shared_memory.GPUSharedMemory):
     """The simulated GPU: JAX's, plus warpgroup matmuls in flight and copies that a whole cluster makes together."""
 
-    findings: Findings  # a sub-class for each simulation sets it
+    # A sub-class for each simulation sets these.
+    findings: Findings
+    sums_in_order: bool
 
     def reset_per_cluster_state(self) -> None:
         super().reset_per_cluster_state()
@@ -131,8 +133,8 @@ def machine() -> Machine:
     return running
 
 
-def machine_reporting_to(findings: Findings) -> type[Machine]:
-    return type("Machine", (Machine,), {"findings": findings})
+def machine_reporting_to(findings: Findings, sums_in_order: bool) -> type[Machine]:
+    return type("Machine", (Machine,), {"findings": findings, "sums_in_order": sums_in_order})
 
 
 def races_reporting_to(findings: Findings) -> type[gpu_race_detection.GPURaceDetectionState]:

@@ -82,7 +82,9 @@ class Simulation:
         return "\n".join([*parts, *self.races[:3]]) or "No fault was found."
 
 
-def simulate(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, detect_races: bool = True) -> Simulation:
+def simulate(
+    fn: Callable[..., Any], *args: Any, timeout: float = 120.0, detect_races: bool = True, sums_in_order: bool = False
+) -> Simulation:
     """Run `fn(*args)` with its Pallas Mosaic-GPU kernels simulated on the CPU.
 
     Kernels run thread by thread with asynchronous copies and matmuls, barriers, clusters and the memories of Hopper
@@ -100,6 +102,8 @@ def simulate(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, detect_
         buffers go round at least three times.
       timeout: seconds until a kernel that has not ended is stopped, which is how a deadlock shows.
       detect_races: look for races; without it kernels run faster.
+      sums_in_order: report sums of floats in global memory, too, to which copies add (TMA reductions) that nothing
+        orders, of one block or of a cluster's; their last bits would change from run to run.
 
     Raises:
       ValueError: if no such kernel ran, or XLA:CPU has too few threads to run the kernel's; see NPROC below.
@@ -107,7 +111,7 @@ def simulate(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, detect_
     XLA:CPU makes as many threads as there are cores, or as the environment variable NPROC says when jax starts. Set
     NPROC=32 before jax is imported. One simulation runs at a time.
     """
-    simulation = simulated(fn, timeout=timeout, detect_races=detect_races)(*args)
+    simulation = simulated(fn, timeout=timeout, detect_races=detect_races, sums_in_order=sums_in_order)(*args)
     if not (simulation._kernel_ran or simulation.faulty):
         raise ValueError(
             f"{fn!r} ran no Mosaic-GPU kernel, so there was nothing to simulate: give a function that calls one "
@@ -117,7 +121,7 @@ def simulate(fn: Callable[..., Any], *args: Any, timeout: float = 120.0, detect_
 
 
 def simulated(
-    fn: Callable[..., Any], *, timeout: float = 120.0, detect_races: bool = True
+    fn: Callable[..., Any], *, timeout: float = 120.0, detect_races: bool = True, sums_in_order: bool = False
 ) -> Callable[..., Simulation]:
     """As `simulate`, for several calls: those with arrays of the same shapes are traced and compiled once. A call may
     run no kernel."""
@@ -136,7 +140,7 @@ def simulated(
         findings = machine.Findings()
         started = time.monotonic()
         outputs = None
-        with _one_at_a_time, extended_interpret_mode(findings), _watchdog(timeout):
+        with _one_at_a_time, extended_interpret_mode(findings, sums_in_order), _watchdog(timeout):
             gpu_callbacks.reset_gpu_interpret_mode_state()
             try:
                 with plgpu.force_gpu_interpret_mode(params):

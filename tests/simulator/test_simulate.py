@@ -166,3 +166,16 @@ def test_timeout_must_be_positive():
 def test_where_no_kernel_ran_nothing_is_well():
     with pytest.raises(ValueError, match="ran no Mosaic-GPU kernel, so there was nothing to simulate"):
         simulate(lambda x: x + 1, numbers(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sums_in_order", "told"),
+    [(jnp.float32, True, True), (jnp.int32, True, False), (jnp.float32, False, False)],
+    ids=["floats in order", "integers", "floats in any order"],
+)
+def test_sums_of_floats_in_no_fixed_order_are_told_if_asked_for(dtype, sums_in_order, told):
+    x = jnp.arange(4 * 8 * 128).reshape(4, 8, 128).astype(dtype)
+    sim = simulate(kernels.add_rows, x, sums_in_order=sums_in_order)
+    assert any("write of GMEM" in race for race in sim.races) == told, sim.report()
+    assert sim.failure is None
+    np.testing.assert_array_equal(sim.outputs, x[0] + x[2])
