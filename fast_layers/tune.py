@@ -32,6 +32,7 @@ from fast_layers.ops.attention import api, tuned
 from fast_layers.ops.attention.config import (
     HOPPER_SMEM_BYTES,
     HOPPER_SMS,
+    WHOLE_HEADS_DEPTH,
     WIDEST_WINDOW_APART,
     HopperBackwardTiles,
     HopperDeepBackwardTiles,
@@ -258,11 +259,16 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
         leaves = {False, mask != "window" or depth in WIDEST_WINDOW_APART}
         holds_keys = {False, depth > 64 and mask != "window"}
         choices = itertools.product((64, 128), (1, 2, 3), leaves, {False, mask != "full"}, grids, holds_keys)
-        made = (
+        made = [
             kind(queries, stages, ragged, blocks, d_query_apart=apart, holds_keys=holds)
             for queries, stages, apart, ragged, blocks, holds in choices
             if not holds or (apart and queries == 64)
-        )
+        ]
+        clusters = {"full": (1, 2), "causal": (1,)}.get(mask, ()) if depth == WHOLE_HEADS_DEPTH else ()
+        made += [
+            kind(128, stages, blocks=HOPPER_SMS, whole_heads=True, cluster=cluster)
+            for stages, cluster in itertools.product((1, 2), clusters)
+        ]
     else:
         parts = itertools.product((1, 2, 3), (32, 64))
         deep = HopperDeepBackwardTiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,12 @@ def deal(durations: Iterable[float], blocks: int) -> np.ndarray:
         since, block = free[0]
         taken[block].append(piece)
         heapq.heapreplace(free, (since + float(duration), block))
-    schedule = np.zeros((blocks, max(map(len, taken)) + 2), np.int32)
+    return schedule_of(taken)
+
+
+def schedule_of(taken: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+    """As `deal`, of the pieces that each block takes."""
+    schedule = np.zeros((len(taken), max(map(len, taken)) + 2), np.int32)
     for row, pieces in zip(schedule, taken, strict=True):
         row[: len(pieces) + 1] = len(pieces), *pieces
     return schedule
@@ -73,11 +78,7 @@ def deal_in_turns(groups: int, pieces: int, blocks: int) -> np.ndarray:
     turn, place = within // blocks, within % blocks
     place = np.where(turn % 2 == 0, place, blocks - 1 - place)
     block = np.concatenate([(place + group * pieces) % blocks for group in range(groups)])
-    taken = [np.flatnonzero(block == b) for b in range(blocks)]
-    schedule = np.zeros((blocks, max(map(len, taken)) + 2), np.int32)
-    for row, mine in zip(schedule, taken, strict=True):
-        row[: len(mine) + 1] = len(mine), *mine
-    return schedule
+    return schedule_of([np.flatnonzero(block == b) for b in range(blocks)])
 
 
 def each_dealt(schedule: Any, block: Any, role: Callable[[Any, Any, Any], Any], state: Any) -> Any:

@@ -42,7 +42,9 @@ def test_parity(backend, case):
 
 
 @pytest.mark.parametrize(
-    ("length", "kv_heads"), [(128, 2), (129, 2), (1000, 2), (2500, 2), (512, 40), (2560, 8), (4096, 16)], ids=str
+    ("length", "kv_heads"),
+    [(128, 2), (129, 2), (1000, 2), (2500, 2), (512, 40), (512, 64), (1024, 64), (2560, 8), (4096, 16)],
+    ids=str,
 )
 @pytest.mark.parametrize("depth", [64, 128, 256])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -102,6 +104,30 @@ def test_heads_in_groups(backend, is_causal, length, kv_heads):
         is_causal=is_causal,
     )  # fmt: skip
     table = check_parity(backends=[backend], cases={"groups": case}, dtypes=[jnp.bfloat16])
+    assert table.ok, f"\n{table}"
+
+
+# Enough heads of depth 64 that a block of Hopper's backward takes all keys of one, or two blocks of a cluster do.
+MANY_HEADS = Case(batch=8, q_len=512, kv_len=512, heads=16, kv_heads=16)
+WHOLE_HEADS = {
+    "full": MANY_HEADS,
+    "full, odd lengths": dataclasses.replace(MANY_HEADS, q_len=300, kv_len=700),
+    "full, one tile": dataclasses.replace(MANY_HEADS, q_len=100, kv_len=100),
+    "full, two heads for a block": dataclasses.replace(MANY_HEADS, batch=16, q_len=256, kv_len=256),
+    "full, clusters": dataclasses.replace(MANY_HEADS, q_len=1024, kv_len=1024),
+    "full, clusters, grouped heads": dataclasses.replace(MANY_HEADS, heads=32, kv_len=256),
+    "full, clusters, odd lengths": dataclasses.replace(MANY_HEADS, q_len=900, kv_len=490),
+    "causal": dataclasses.replace(MANY_HEADS, is_causal=True, lse_gradient=True),
+    "causal, long, odd": dataclasses.replace(MANY_HEADS, q_len=1000, kv_len=1000, is_causal=True),
+    "causal, grouped heads": dataclasses.replace(MANY_HEADS, heads=32, is_causal=True),
+    "causal, two heads for a block": dataclasses.replace(MANY_HEADS, batch=16, q_len=384, kv_len=384, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_HEADS)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_whole_heads(backend, name):
+    table = check_parity(backends=[backend], cases={name: WHOLE_HEADS[name]}, dtypes=[jnp.bfloat16])
     assert table.ok, f"\n{table}"
 
 

@@ -29,6 +29,7 @@ from fast_layers.ops.attention import (
     hopper_bwd_d_query,
     hopper_bwd_deep,
     hopper_bwd_deep_query,
+    hopper_bwd_in_order,
     hopper_bwd_load,
     hopper_bwd_rows,
     hopper_bwd_send,
@@ -80,13 +81,14 @@ def judge(
     backend: Backend = HOPPER,
     supports: Callable[..., str | None] | None = None,
     timeout: float = 120.0,
+    sums_in_order: bool = False,
 ) -> Judged:
     """Both passes simulated, with races looked for, and judged against the reference."""
     backend = backend if supports is None else dataclasses.replace(backend, supports=supports)
     simulations: list[Simulation] = []
 
     def run_by(fn):
-        simulate_draw = simulated(fn, timeout=timeout)
+        simulate_draw = simulated(fn, timeout=timeout, sums_in_order=sums_in_order)
 
         def run(*args):
             simulations.append(simulate_draw(*args))
@@ -212,7 +214,7 @@ def _whole(ref: Any) -> Any:
 
 SHARED_PARTS = {
     hopper_fwd: (forward_parts, hopper_fwd_again),
-    hopper_bwd: (hopper_bwd_d_query, hopper_bwd_load, hopper_bwd_send, hopper_bwd_steps),
+    hopper_bwd: (hopper_bwd_d_query, hopper_bwd_in_order, hopper_bwd_load, hopper_bwd_send, hopper_bwd_steps),
     hopper_bwd_apart: (hopper_d_query_parts,),
     hopper_bwd_deep_query: (hopper_d_query_parts,),
 }
@@ -263,12 +265,14 @@ def both_passes(problem: Problem, inputs: Inputs, aux: Aux, d_out):
 _FORWARD_TILES = forward_tiles(hopper_fwd.HopperForwardTiles(2, 64, blocks=1))
 
 
-def _judge_changed(module: Any, case: Case, stand_in: StandIn, *patches: tuple[Any, str, Any]) -> Judged:
+def _judge_changed(
+    module: Any, case: Case, stand_in: StandIn, *patches: tuple[Any, str, Any], sums_in_order: bool = False
+) -> Judged:
     pass_ = "forward" if module is hopper_fwd else "backward"
     rows_by_xla = (hopper_bwd_rows, "takes", lambda *_: False)  # test_hopper_attention_rows.py has their kernel
     together = (config, "LONGEST_D_QUERY_APART", {})
     with changed(module, stand_in, _FORWARD_TILES, rows_by_xla, together, *patches):
-        return judge(case, supports=only(pass_), timeout=20.0)
+        return judge(case, supports=only(pass_), timeout=20.0, sums_in_order=sums_in_order)
 
 
 def nothing_found(module: Any, case: Case) -> None:
@@ -279,10 +283,16 @@ def nothing_found(module: Any, case: Case) -> None:
     assert stand_in.hits == 0
 
 
-def found(module: Any, fault: str, faults: Mapping[str, tuple[Case, Any, str]], *patches: tuple[Any, str, Any]) -> None:
+def found(
+    module: Any,
+    fault: str,
+    faults: Mapping[str, tuple[Case, Any, str]],
+    *patches: tuple[Any, str, Any],
+    sums_in_order: bool = False,
+) -> None:
     """Checks that the last simulation tells of the fault, by its kind of access."""
     case, stand_in, access = faults[fault]
-    judged = _judge_changed(module, case, stand_in, *patches)
+    judged = _judge_changed(module, case, stand_in, *patches, sums_in_order=sums_in_order)
     assert stand_in.hits > 0, "the kernel has no such event any more"
     (sim,) = judged.simulations[-1:]
     assert sim.faulty

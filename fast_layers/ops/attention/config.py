@@ -75,14 +75,30 @@ _MOST_SHALLOW_TILES = 64
 """Of keys, for a persistent grid of the backward at depths up to 64 without a mask."""
 LONGEST_D_QUERY_APART = {64: 512, 128: 16_384}
 """By depth, the most queries and keys."""
+WHOLE_HEADS_DEPTH = 64
+"""Of queries and values, where a block may go through all keys of a head: there dQ, and its sum, have room."""
+_MOST_ROWS_BY_HEAD = 1024
+"""Of the query heads that share a key/value head, and of keys: the sums of 132 heads of more do not stay in the cache.
+Without a mask, where blocks go through all of them with each tile of keys, half as many do."""
+_LEAST_FILLED = 0.9
+"""Of the turns in which all blocks take a head each, for whole heads to be worth it."""
+CLUSTER_LAG = 2
+"""How many steps a block of a cluster may be ahead of what another has told."""
+CLUSTER_DELAY = CLUSTER_LAG + 1
+"""How many steps the second is behind: so it may ask for a sum a step before it needs it."""
+_LEAST_STEPS_APART = 2
+"""Of a block that comes back to a tile of queries, to find that its sum is there."""
+_LEAST_CLUSTER_STEPS = 1 + CLUSTER_DELAY + CLUSTER_LAG
+"""Likewise of the first block of a cluster, to find what the second has added."""
 WIDEST_WINDOW_APART = {128: 1152}
 """By depth, the most queries in the tiles that see a tile of keys of a window."""
 MOST_D_SCORES_BYTES = 1088 << 20
 """Of dS in memory at a time: two heads of 16,384 tokens in 16 bits, or four under a causal mask."""
 _MOST_D_SCORES = 9 / 2
 """Of what dQ's integers would take; more than four times, for the whole tiles at both ends of a window."""
-_MOST_TOLD_SCORES = 9
-"""Likewise, where arrays say what is hidden."""
+_MOST_UNEVEN_SCORES = 9
+"""Likewise, where arrays say what is hidden; or a causal mask at depths up to 128, and no heads share keys: the longest
+tiles of keys of few heads end after all others."""
 _LEAST_TOLD_PIECES = 512
 """Tiles of keys in one of several groups of heads, where arrays tell their length: fewer leave SMs idle at the end.
 Without a causal mask groups gained too little."""
@@ -180,8 +196,11 @@ def _duration(problem: Problem, pairs: int, heads: int) -> float:
     """Of all pairs of an example and a key/value head, so many at a time, and of each so many query heads, in a tile's
     time on each SM; of no window."""
     p, kv_tiles = problem, problem.kv_len // 128
-    turns = -(-pairs * kv_tiles // HOPPER_SMS)  # a block takes one tile of keys after the other
-    longest = max(turns * scores_tiles(p) / kv_tiles, p.q_len // 128)
+    work = pairs * scores_tiles(p) / HOPPER_SMS
+    if p.mask.band is None:
+        # Tiles of keys are alike, and a block takes one after the other; under a mask the short ones fill the end.
+        work = -(-pairs * kv_tiles // HOPPER_SMS) * scores_tiles(p) / kv_tiles
+    longest = max(work, p.q_len // 128)
     return -(-p.batch * p.kv_heads // pairs) * p.group // heads * (heads * longest + _GROUP_COST)
 
 
@@ -191,7 +210,9 @@ def most_scores_pairs(problem: Problem, heads: int) -> int:
     p, total = problem, problem.batch * problem.kv_heads
     integers = 4 * p.batch * p.heads * p.q_len * p.qk_dim
     of_pair = heads * scores_tiles(p) * 128 * 128 * p.dtype.itemsize
-    integers *= _MOST_D_SCORES if known_before_the_call(p) else _MOST_TOLD_SCORES
+    causal = p.mask.band is not None and p.mask.band.low is None
+    uneven = causal and p.group == 1 and max(p.qk_dim, p.v_dim) <= MAX_SHALLOW_DEPTH
+    integers *= _MOST_UNEVEN_SCORES if uneven or not known_before_the_call(p) else _MOST_D_SCORES
     return min(int(min(MOST_D_SCORES_BYTES, integers)) // of_pair, total)
 
 
@@ -473,6 +494,9 @@ class HopperBackwardTiles:
 
     `holds_keys`: with it, half of K's columns stay in registers, but for tiles whose scores a mask hides after the
     product; and dS of a group of query heads may be left in parts.
+
+    `whole_heads`: a block goes through all keys of a head, where `takes_whole_heads`, and dQ is a sum of floats in the
+    order of the keys. Or `cluster` blocks do, without a mask.
     """
 
     kv_tile = 128
@@ -485,6 +509,8 @@ class HopperBackwardTiles:
     blocks: int = 0
     d_query_apart: bool = False
     holds_keys: bool = False
+    whole_heads: bool = False
+    cluster: int = 1
 
     def __post_init__(self):
         if self.q_tile not in (64, 128):
@@ -495,6 +521,15 @@ class HopperBackwardTiles:
             raise ValueError(
                 f"{self.holds_keys=}: with dQ in the kernel or with 128 queries there are no registers left"
             )
+        if self.whole_heads and (self.d_query_apart or self.q_tile != 128 or not self.blocks):
+            raise ValueError(f"{self.whole_heads=}: with 128 queries in a persistent grid, and dQ in the kernel")
+        if self.cluster not in (1, 2) or (self.cluster == 2 and (not self.whole_heads or self.blocks % 2)):
+            raise ValueError(f"{self.cluster=} must be 1, or 2 with whole heads and an even number of blocks")
+
+    @property
+    def sums_d_query(self) -> bool:
+        """Whether blocks add to dQ in whatever order they come."""
+        return not (self.d_query_apart or self.whole_heads)
 
     @property
     def panels(self) -> int:
@@ -512,13 +547,21 @@ class HopperBackwardTiles:
         inputs = 2 * (self.kv_tile + self.stages * self.q_tile) * (qk_dim + v_dim)
         next_keys = 2 * self.kv_tile * qk_dim if self.blocks and not self.d_query_apart else 0
         d_query = 0 if self.d_query_apart else 4 * self.q_tile * qk_dim
-        d_scores, vectors = 2 * 2 * self.q_tile * self.kv_tile, 2 if self.d_query_apart else 3
-        return inputs + next_keys + d_scores + d_query + vectors * 4 * self.stages * self.q_tile + (1 << 10)
+        d_scores, vectors = 2 * 2 * self.q_tile * self.kv_tile, 3 if self.sums_d_query else 2
+        results = 2 * self.q_tile * qk_dim if self.whole_heads else 0
+        return inputs + next_keys + d_scores + d_query + results + vectors * 4 * self.stages * self.q_tile + (1 << 10)
 
     def for_call(self, problem: Problem) -> HopperBackwardTiles:
         """Without what this call has no use for."""
         p, apart = problem, self.d_query_apart and self.leaves_d_scores(problem)
-        tiles = dataclasses.replace(self, d_query_apart=apart, holds_keys=apart and self.holds_keys)
+        whole = self.whole_heads and self.takes_whole_heads(problem)
+        tiles = dataclasses.replace(
+            self,
+            d_query_apart=apart,
+            holds_keys=apart and self.holds_keys,
+            whole_heads=whole,
+            cluster=self.cluster if whole else 1,
+        )
         # dQ in the kernel, and its keys, may take a slot's room.
         fits = tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES
         return tiles if fits else dataclasses.replace(tiles, stages=min(self.stages, 2))
@@ -535,8 +578,35 @@ class HopperBackwardTiles:
             return False
         return scores_group(p) > 0 or (self.holds_keys and scores_in_parts(p) is not None)
 
+    def takes_whole_heads(self, problem: Problem) -> bool:
+        """At one depth, no mask or a causal one over as many keys as queries. A block comes back to a tile of queries
+        when others' keys have been added."""
+        p, band = problem, problem.mask.band
+        causal = band is not None and band.low is None and band.high == 0 and p.q_len == p.kv_len
+        q_tiles, kv_tiles = -(-p.q_len // self.q_tile), -(-p.kv_len // self.kv_tile)
+        if p.qk_dim != WHOLE_HEADS_DEPTH or p.v_dim != WHOLE_HEADS_DEPTH or not known_before_the_call(p):
+            return False
+        if p.batch * p.kv_heads * kv_tiles > MOST_DEALT_PIECES or not (causal or band is None):
+            return False
+        if self.cluster == 1:
+            return causal or kv_tiles == 1 or p.group * q_tiles >= _LEAST_STEPS_APART
+        return band is None and kv_tiles % self.cluster == 0 and p.group * q_tiles >= _LEAST_CLUSTER_STEPS
+
+    @classmethod
+    def _of_whole_heads(cls, problem: Problem) -> HopperBackwardTiles | None:
+        """None where others are faster."""
+        p, rows = problem, problem.group * problem.q_len
+        cluster = 2 if p.mask.band is None and 2 * rows > _MOST_ROWS_BY_HEAD else 1
+        tiles = cls(128, blocks=HOPPER_SMS, whole_heads=True, cluster=cluster)
+        pairs, at_a_time = p.batch * p.kv_heads, HOPPER_SMS // cluster
+        fills = pairs >= _LEAST_FILLED * at_a_time * -(-pairs // at_a_time)
+        short = max(rows, p.kv_len) <= _MOST_ROWS_BY_HEAD and p.softcap is None
+        return tiles if fills and short and tiles.takes_whole_heads(p) else None
+
     @classmethod
     def of(cls, problem: Problem) -> HopperBackwardTiles:
+        if whole := cls._of_whole_heads(problem):
+            return whole
         p, band = problem, problem.mask.band
         shallow = max(p.qk_dim, p.v_dim) <= 64
         apart = band is not None and not p.mask.interval_arrays and not p.per_score
@@ -584,6 +654,11 @@ class HopperDeepBackwardTiles:
     d_query_slots: int = 2
     columns: int = 32
     d_query_apart: bool = True
+
+    @property
+    def sums_d_query(self) -> bool:
+        """As `HopperBackwardTiles.sums_d_query`."""
+        return not self.d_query_apart
 
     def __post_init__(self):
         if self.d_query_slots < 1:

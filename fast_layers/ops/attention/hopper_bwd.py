@@ -24,7 +24,7 @@ Both warpgroups need all 128 keys' dS for dQ, so they exchange it through shared
 array by TMA (hopper_bwd_sums.py), in whatever order they come. So that array holds integers: sums of integers do not
 depend on the order, and every run gives the same bits. Each row has its own unit, a power of two, from a bound on what
 the row can sum to. Where the bits may change from run to run (`Problem.reproducible`), it holds floats, and rows have
-no units.
+no units. Nor have they with `whole_heads`, where the order is known (hopper_bwd_in_order.py).
 
 With `d_query_apart` dS goes to the GPU's memory instead, another kernel makes dQ of it, and there are no units. Of long
 grouped heads it goes there in parts, which add to dK and dV.
@@ -48,7 +48,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from fast_layers.kernel_parts.tile_order import each_dealt
-from fast_layers.ops.attention import hopper_bwd_apart, hopper_bwd_d_query, hopper_bwd_pieces, hopper_bwd_sums
+from fast_layers.ops.attention import (
+    hopper_bwd_apart,
+    hopper_bwd_d_query,
+    hopper_bwd_in_order,
+    hopper_bwd_pieces,
+    hopper_bwd_sums,
+)
 from fast_layers.ops.attention.config import HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_form import WARPGROUPS, Before, Form, Role, Scratch
 from fast_layers.ops.attention.hopper_bwd_load import load
@@ -68,15 +74,22 @@ from fast_layers.ops.attention.tile_mask import TileMask
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
-    """(dQ without the scale, or its sums if made in the kernel, dK, dV), padded as the operands are."""
+    """(dQ, or its sums without the scale where `sums_d_query`, dK, dV), padded as the operands are."""
     query, key, value, zeros = operands.query, operands.key, operands.value, operands.zeros
     operands = operands._replace(zeros=None)
+    if tiles.whole_heads:
+        clusters, q_len = hopper_bwd_pieces.clusters(p, tiles), round_up(p.q_len, tiles.q_tile)
+        shape = hopper_bwd_sums.sums_shape(clusters, p.group, q_len, tiles.panels, query.shape[-1])
+        results = [jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value, query)]
+        _run(tiles, p, operands, *results, sums=jax.new_ref(lax.empty(shape, jnp.float32)))
+        d_key, d_value, d_query = (result[...] for result in results)
+        return d_query, d_key, d_value
     if not tiles.d_query_apart:
         q_len, columns = round_up(p.q_len, tiles.q_tile), query.shape[-1] // tiles.panels
         shape = hopper_bwd_sums.sums_shape(p.batch, p.heads, q_len, tiles.panels, columns)
         d_query = jax.new_ref(jnp.zeros(shape, summed_dtype(p)) if zeros is None else zeros.reshape(shape))
         d_key, d_value = (jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value))
-        _run(tiles, p, operands, d_key, d_value, d_query=d_query)
+        _run(tiles, p, operands, d_key, d_value, d_query)
         return d_query[...], d_key[...], d_value[...]
 
     def leave(left, operands, turn, d_key_ref, d_value_ref):
@@ -94,27 +107,34 @@ def _run(
     operands: Operands,
     d_key_ref: Any,
     d_value_ref: Any,
+    d_query_ref: Any = None,
     *,
-    d_query: Any = None,
+    sums: Any = None,
     left: LeftScores | None = None,
     visits: Visits | None = None,
     turn: Int[Array, " 1"] | None = None,
 ):
-    """Writes dK and dV, or adds to them for a part of the query heads; and adds to `d_query` or gives back dS."""
+    """Writes dK and dV, or adds to them for a part of the query heads; and adds to dQ or gives back dS.
+
+    With `sums` it writes dQ, of what it sums up there.
+    """
     form = Form.of(p, tiles, operands, left)
     order, schedule = form.order, form.schedule
     if operands.q_span is not None and hopper_bwd_pieces.ranks(order):
         schedule = hopper_bwd_pieces.longest_first(p, operands.q_span, order)
     given = operands, None if schedule is None else jnp.asarray(schedule), visits, turn
-    written = d_key_ref, d_value_ref, *([d_query] if form.lags else [])
+    written = [x for x in (d_key_ref, d_value_ref, d_query_ref, sums) if x is not None]
     arrays, tree = jax.tree.flatten(given)
 
     def attention_backward(*refs, **scratch):
         inputs: Any
         inputs, schedule_ref, visits_ref, turn_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-        # The last of the results is dQ, or dS for it.
-        d_key_ref, d_value_ref, last_ref = refs[tree.num_leaves :]
+        # The last of the results, but for dQ's sums, is dQ or dS for it.
+        d_key_ref, d_value_ref, last_ref, *sums_refs = refs[tree.num_leaves :]
+        sums_ref = sums_refs[0] if sums_refs else None
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        if tiles.cluster > 1:
+            block = block * tiles.cluster + lax.axis_index("rank")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, form.q_tile, KV_TILE, inputs.mask, logits)
         s = Scratch(**form.told_apart(scratch))
@@ -147,7 +167,7 @@ def _run(
         def _compute():
             plgpu.set_max_registers(240, action="increase")
             own = pl.ds(warpgroup * ROWS, ROWS)
-            role = Role(form, inputs, s, mask, logits, last_ref, visits_ref, warpgroup, own)
+            role = Role(form, inputs, s, mask, logits, last_ref, sums_ref, visits_ref, warpgroup, own)
 
             def gradients(piece: Piece, turn, before: Before):
                 keys = pl.ds(piece.kv_index * KV_TILE + warpgroup * ROWS, ROWS)
@@ -162,26 +182,36 @@ def _run(
                 send(role, piece, keys, (d_key_ref, d_key), (d_value_ref, d_value), before.steps)
                 return before
 
-            any_units = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), BY_ROW) if p.reproducible else None
-            zero = jnp.int32(0)
+            zero, any_units = jnp.int32(0), None
+            if form.with_units:
+                any_units = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), BY_ROW)
+            visit = (zero, zero) if form.in_order else (None, None)
 
             def nothing(piece):
                 if not form.lags:
                     return Before(zero)
                 # With one piece its place is no part of what a step hands to the next.
                 example, k_index = (zero, zero) if piece is None else (piece.example, None)
-                return Before(zero, example, zero, zero, k_index, any_units)
+                return Before(zero, example, zero, zero, k_index, any_units, *visit)
 
+            if form.in_order:
+                hopper_bwd_in_order.begin(role)
             before = each_piece(gradients, nothing)
             if form.lags and form.persistent:
                 hopper_bwd_d_query.add_last(role, before)
+            if form.in_order:
+                hopper_bwd_in_order.end(role, before.steps)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    cluster_options: dict[str, Any] = {}
+    if tiles.cluster > 1:
+        cluster_options = {"cluster": (tiles.cluster,), "cluster_names": ("rank",)}
     return plgpu.kernel(
         attention_backward,
         out_type=() if left is None else (jax.ShapeDtypeStruct(left.shape, p.dtype),),
-        grid=(form.blocks,),
+        grid=(form.blocks // tiles.cluster,),
         grid_names=("block",),
+        **cluster_options,
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=form.scratch_types(),

@@ -53,9 +53,8 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         query = finite_or_zero(query)
         d_out = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, finite_or_zero(d_out))
         lse = jnp.where(broken & ~sees_none, jnp.nan, lse)
-    apart = tiles.d_query_apart
     rows, measured = None, hopper_bwd_rows.Operands(out, d_out, inputs.key, inputs.value)
-    if apart:
+    if not tiles.sums_d_query:
         delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     elif hopper_bwd_rows.takes(p, tiles.q_tile, qk_dim):
         rows = over_batch(functools.partial(hopper_bwd_rows.row_sums, summed_dtype(p)))(p, measured)
@@ -88,7 +87,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         None if rows is None else rows.d_query,
     )
     d_query, d_key, d_value = over_batch(functools.partial(launch, tiles), SHARED)(p, operands)
-    if not apart:
+    if tiles.sums_d_query:
         # Integers know no NaN; a row that starts from NaN has one in every weight.
         factors = p.scale / units if p.reproducible and units is not None else p.scale
         factors = jnp.where(jnp.isnan(start), jnp.nan, factors)

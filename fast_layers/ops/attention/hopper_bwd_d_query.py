@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.kernel_parts.fragments import store_fragments
+from fast_layers.ops.attention import hopper_bwd_in_order
 from fast_layers.ops.attention.hopper_bwd_form import Before, Role
 from fast_layers.ops.attention.hopper_call import ROWS
 
@@ -31,6 +32,9 @@ def multiply(role: Role, acc: Any, step: Before) -> None:
 def add(role: Role, d_query: jax.Array, step: Before) -> None:
     """Adds this warpgroup's half of a step's dQ to the sum in the GPU's memory."""
     form, warpgroup = role.form, role.warpgroup
+    if form.in_order:
+        hopper_bwd_in_order.add(role, d_query, step)
+        return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     slot = role.scratch.d_query_slots.at[warpgroup]
     store_fragments(slot, d_query, step.units)

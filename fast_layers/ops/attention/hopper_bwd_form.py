@@ -14,7 +14,7 @@ from fast_layers.kernel_parts.fragments import fragments_shape
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention import hopper_bwd_pieces
-from fast_layers.ops.attention.config import HopperBackwardTiles
+from fast_layers.ops.attention.config import CLUSTER_LAG, HopperBackwardTiles, sees_all
 from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE
 from fast_layers.ops.attention.hopper_bwd_scores import LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
@@ -24,8 +24,6 @@ from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import TileMask
 
 WARPGROUPS = 2
-RESULT_PARTS = 2
-"""Of dK and dV, by columns of 16 bits, that fit where as many columns of dQ do."""
 _SUMMED_COLUMNS = 32
 """Of dK or dV in float32, that fit where a warpgroup's half of a step's dS does."""
 
@@ -56,6 +54,8 @@ class Form:
         fits_first = hopper_bwd_pieces.fits_first(p, tiles, kv_tiles)
         order = hopper_bwd_pieces.piece_order(pairs, kv_tiles, bytes_per_head, fits_first)
         schedule = hopper_bwd_pieces.schedule(p, tiles, order) if qk_dim == v_dim else None
+        if tiles.whole_heads:
+            order, schedule = hopper_bwd_pieces.by_head(p, tiles)
         return cls(p, tiles, qk_dim, v_dim, left, operands.units is not None, order, schedule)
 
     @property
@@ -64,7 +64,22 @@ class Form:
 
     @property
     def blocks(self) -> int:
-        return self.tiles.blocks if self.persistent else self.order.total
+        return self.order.total if self.schedule is None else len(self.schedule)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether dQ is summed in the order of the keys (hopper_bwd_in_order.py)."""
+        return self.tiles.whole_heads
+
+    @property
+    def summed_dtype(self) -> Any:
+        """Of dQ's sums, where it is made here."""
+        return jnp.float32 if self.in_order else summed_dtype(self.problem)
+
+    @property
+    def mends_keys(self) -> bool:
+        """Whether keys and values are mended in any case, since nobody has looked whether they are broken."""
+        return not (self.tiles.sums_d_query or sees_all(self.problem))
 
     @property
     def lags(self) -> bool:
@@ -116,6 +131,12 @@ class Form:
         return self.heads < self.problem.group
 
     @property
+    def result_parts(self) -> int:
+        """Of dK and dV, by columns of 16 bits: as many as fit where as many columns of dQ do, or one that has a slot of
+        its own."""
+        return 1 if self.in_order else 2
+
+    @property
     def keeps_barriers(self) -> bool:
         """Whether there are the barriers that JAX puts around what goes to shared memory.
 
@@ -148,12 +169,18 @@ class Form:
         if lags:
             for name in ("scores_ready", "scores_consumed"):
                 types[name] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2)
-            d_query_slots = plgpu.SMEM((WARPGROUPS, *fragments_shape(self.panel)), summed_dtype(self.problem))
-            if self.persistent:
-                results = smem_tile(WARPGROUPS, RESULT_PARTS, ROWS, self.panel, dtype=dtype)
+            d_query_slots = plgpu.SMEM((WARPGROUPS, *fragments_shape(self.panel)), self.summed_dtype)
+            if self.in_order:
+                results = smem_tile(WARPGROUPS, self.result_parts, ROWS, self.panel, dtype=dtype)
+                types |= {"d_query_slots": d_query_slots, "result_slots": results}
+                types["sum_ready"] = plgpu.Barrier(num_barriers=WARPGROUPS)
+            elif self.persistent:
+                results = smem_tile(WARPGROUPS, self.result_parts, ROWS, self.panel, dtype=dtype)
                 types["dQ or results"] = plgpu.RefUnion(d_query_slots, results)
             else:
                 types |= {"d_query_slots": d_query_slots, "keys_left": plgpu.Barrier(num_arrivals=WARPGROUPS)}
+        if self.tiles.cluster > 1:
+            types["added"] = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=WARPGROUPS * CLUSTER_LAG)
         if self.sums:
             sum_slots = smem_tile(2 * WARPGROUPS, ROWS, _SUMMED_COLUMNS, dtype=jnp.float32)
             types["dS or sums"] = plgpu.RefUnion(types.pop("d_scores"), sum_slots)
@@ -162,7 +189,7 @@ class Form:
     def told_apart(self, refs: dict[str, Any]) -> dict[str, Any]:
         """In a kernel: what `scratch_types` made, by the names of `Scratch`."""
         refs = dict(refs)
-        if self.persistent and self.lags:
+        if self.persistent and self.lags and not self.in_order:
             refs["d_query_slots"], refs["result_slots"] = refs.pop("dQ or results")
         if self.sums:
             refs["d_scores"], refs["sum_slots"] = refs.pop("dS or sums")
@@ -195,6 +222,8 @@ class Scratch(NamedTuple):
     sum_slots: Any = None
     keys_left: Any = None
     kv_consumed: Any = None
+    sum_ready: Any = None
+    added: Any = None
 
 
 class Role(NamedTuple):
@@ -206,7 +235,9 @@ class Role(NamedTuple):
     mask: TileMask
     logits: TileLogits
     last_ref: Any
-    """dQ in the GPU's memory, or dS for it."""
+    """dQ in the GPU's memory, or its sums, or dS for it."""
+    sums_ref: Any
+    """dQ's sums where they are made in order."""
     visits: Any
     warpgroup: Any
     own: Any
@@ -214,7 +245,10 @@ class Role(NamedTuple):
 
 
 class Before(NamedTuple):
-    """The step before: how many there were up to it, its query head and tile, and the units of its rows."""
+    """The step before: how many there were up to it, its query head and tile, and the units of its rows.
+
+    Where sums are made in order, whether its keys are the first or the last that see its queries.
+    """
 
     steps: Any
     example: Any = None
@@ -222,3 +256,5 @@ class Before(NamedTuple):
     q_index: Any = None
     k_index: Any = None
     units: Any = None
+    is_first: Any = None
+    is_last: Any = None

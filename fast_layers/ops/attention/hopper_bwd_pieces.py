@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from fast_layers.kernel_parts.tile_order import TileOrder, deal
+from fast_layers.kernel_parts.tile_order import TileOrder, deal, schedule_of
 from fast_layers.ops.attention.config import (
     HOPPER_SMS,
     MOST_DEALT_PIECES,
@@ -78,6 +78,24 @@ def schedule(p: Problem, tiles: HopperBackwardTiles, order: TileOrder) -> np.nda
     steps = steps_of_each(p, tiles.q_tile, order)
     # With a piece without steps the keys before the last would be in use still.
     return deal(steps + _PIECE_COST, tiles.blocks) if steps.min() > 0 else None
+
+
+def clusters(p: Problem, tiles: HopperBackwardTiles) -> int:
+    """Of blocks that share a head, or blocks alone, where they go through whole heads."""
+    return min(tiles.blocks // tiles.cluster, p.batch * p.kv_heads)
+
+
+def by_head(p: Problem, tiles: HopperBackwardTiles) -> tuple[TileOrder, np.ndarray]:
+    """All tiles of keys of a pair for a block, or dealt to those of a cluster in turns; hopper_bwd_in_order.py has why
+    in this order."""
+    pairs, kv_tiles, step = p.batch * p.kv_heads, -(-p.kv_len // KV_TILE), clusters(p, tiles)
+    kv_index = np.arange(kv_tiles) if sees_all(p) else np.arange(kv_tiles)[::-1]
+    taken = [
+        np.add.outer(np.arange(cluster, pairs, step) * kv_tiles, kv_index[rank :: tiles.cluster]).reshape(-1)
+        for cluster in range(step)
+        for rank in range(tiles.cluster)
+    ]
+    return TileOrder(pairs, kv_tiles, 1), schedule_of(taken)
 
 
 def ranks(order: TileOrder) -> bool:
@@ -165,7 +183,7 @@ class Piece(NamedTuple):
             full = jnp.clip(full_first, first, last), jnp.clip(full_last, first, last)
         # Pieces that are all at the same queries would add to the same rows of dQ at once. A mask keeps them apart.
         # Where they leave dS instead, they share what they load.
-        keeps_apart = sees_all(p) and not tiles.d_query_apart
+        keeps_apart = sees_all(p) and tiles.sums_d_query
         start = lax.div(kv_index * last, order.tiles) if keeps_apart else first
         first_head = kv_head * p.group + heads[1]
         place = pair, example, kv_head, first_head, kv_index

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fast_layers.ops.attention.hopper_bwd_form import RESULT_PARTS, WARPGROUPS, Role
+from fast_layers.ops.attention.hopper_bwd_form import WARPGROUPS, Role
 from fast_layers.ops.attention.hopper_bwd_pieces import Piece
 
 
@@ -77,14 +77,14 @@ def _through_inputs(role: Role, piece: Piece, rows: Any, d_key: Any, d_value: An
 
 
 def _through_sums(role: Role, piece: Piece, rows: Any, both: Any) -> None:
-    """By way of the slots of dQ, so that the next K and V may come in."""
+    """By way of the slots of dQ, or of those that dQ leaves by, so that the next K and V may come in."""
     form, s = role.form, role.scratch
     plgpu.barrier_arrive(s.kv_consumed)
     panel = form.panel
     parts = [(to, i * panel, x[:, i * panel : (i + 1) * panel]) for to, x in both for i in range(form.panels)]
     slots = s.result_slots.at[role.warpgroup]
-    for first in range(0, len(parts), RESULT_PARTS):
-        some = parts[first : first + RESULT_PARTS]
+    for first in range(0, len(parts), form.result_parts):
+        some = parts[first : first + form.result_parts]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i, (_, _, x) in enumerate(some):
             slots[i] = x

@@ -14,8 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fast_layers.kernel_parts.fragments import store_factor
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.tanh import tanh
-from fast_layers.ops.attention import hopper_bwd_d_query
-from fast_layers.ops.attention.config import sees_all
+from fast_layers.ops.attention import hopper_bwd_d_query, hopper_bwd_in_order
 from fast_layers.ops.attention.hopper_bwd_form import WARPGROUPS, Before, Role
 from fast_layers.ops.attention.hopper_bwd_load import DELTA, LSE, UNITS
 from fast_layers.ops.attention.hopper_bwd_pieces import Piece
@@ -94,8 +93,8 @@ def _keys(role: Role, piece: Piece, turn: Any, before: Before, k_start: Any) -> 
 
     if broken_keys is not None:
         pl.when(broken_keys & (piece.steps > 0))(mend_keys)
-    if not form.lags and not sees_all(form.problem):
-        mend_keys()  # here nobody has looked whether they are broken
+    if form.mends_keys:
+        mend_keys()
     key_rows = None if inputs.key_rows is None else inputs.key_rows.load(example, k_start, ROWS)
     some_broken = None
     if role.visits is not None and role.visits.some_broken is not None:
@@ -164,7 +163,11 @@ def _step(
     hopper_bwd_d_query.add(role, d_query, before)
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(s.q_consumed.at[slot])
-    return before._replace(steps=i + 1, head=head, q_index=q_index, units=units, **keys.place)
+    visit = hopper_bwd_in_order.visit(role, keys.piece, q_index) if form.in_order else {}
+    done = before._replace(steps=i + 1, head=head, q_index=q_index, units=units, **keys.place, **visit)
+    if form.in_order:
+        hopper_bwd_in_order.fetch(role, done, before)
+    return done
 
 
 def _weights_and_gradients(

@@ -4,7 +4,7 @@
 user table), else to fast_layers/attention_tiles.json below XDG_CONFIG_HOME or ~/.config. A call that stands in neither
 takes the rules in `config.py`. Tables are read once per process, when the first kernel is traced.
 
-A table is a JSON object, `{"format": 6, "device": ..., "date": ..., "command": ..., "entries": [...]}`. An entry says
+A table is a JSON object, `{"format": 7, "device": ..., "date": ..., "command": ..., "entries": [...]}`. An entry says
 which calls it is for (`arch`, `pass`, `qk_dim`, `v_dim`, `mask`, and `longest`, the most queries or keys, null for any
 number) and their `tiles`, as the class of `config.py` takes them. What is damaged is reported and ignored, as a whole.
 """
@@ -30,7 +30,7 @@ from fast_layers.ops.attention.config import (
 )
 from fast_layers.ops.attention.problem import Problem
 
-FORMAT = 6
+FORMAT = 7
 """Of the file. Tables of earlier formats were measured with other kernels."""
 USER_TABLE = "FAST_LAYERS_TILES"
 MASKS = ("full", "causal", "window", "arrays")

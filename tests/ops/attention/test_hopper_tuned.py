@@ -138,8 +138,8 @@ def _damaged(**changes):
 
 DAMAGED = {
     "no JSON": ("{", "Expecting"),
-    "a list": ([], 'must be an object with "format": 6'),
-    "another format": ({"format": 5, "entries": []}, '"format": 6'),
+    "a list": ([], 'must be an object with "format": 7'),
+    "another format": ({"format": 6, "entries": []}, '"format": 7'),
     "an entry without tiles": ([{"arch": "sm_90"}], "an entry must have exactly"),
     "another GPU": ([_damaged(arch="sm_100")], "must be 'sm_90'"),
     "an unknown mask": ([_damaged(mask="striped")], "must be one of full, causal, window, arrays"),
@@ -163,7 +163,7 @@ DAMAGED = {
 @pytest.mark.parametrize(("content", "words"), DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_table_is_reported_and_ignored(content, words, user_file):
     if isinstance(content, list) and content:
-        content = {"format": 6, "entries": content}
+        content = {"format": 7, "entries": content}
     user_file.parent.mkdir()
     user_file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.warns(UserWarning, match="is ignored") as warned:
