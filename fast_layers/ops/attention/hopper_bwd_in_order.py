@@ -116,7 +116,10 @@ def _told(role: Role, turn: Any) -> Any:
 
 def _tell(role: Role, turn: Any) -> None:
     """That all is added but what the last step before `turn` adds; and waits until all blocks have told of an earlier
-    turn."""
+    turn.
+
+    A copy that has ended is followed by a proxy fence (PTX ISA, "async proxy"), so that other blocks' copies see it.
+    """
     plgpu.barrier_arrive(_told(role, turn))
     earlier = turn - (CLUSTER_LAG - 1)
     pl.when(earlier >= 0)(lambda: plgpu.barrier_wait(_told(role, earlier)))
