@@ -580,13 +580,18 @@ class HopperBackwardTiles:
 
     def takes_whole_heads(self, problem: Problem) -> bool:
         """At one depth, no mask or a causal one over as many keys as queries. A block comes back to a tile of queries
-        when others' keys have been added."""
+        when others' keys have been added. A table's choice is for rows up to twice as long as this file's, and heads
+        for half of the blocks."""
         p, band = problem, problem.mask.band
         causal = band is not None and band.low is None and band.high == 0 and p.q_len == p.kv_len
         q_tiles, kv_tiles = -(-p.q_len // self.q_tile), -(-p.kv_len // self.kv_tile)
         if p.qk_dim != WHOLE_HEADS_DEPTH or p.v_dim != WHOLE_HEADS_DEPTH or not known_before_the_call(p):
             return False
         if p.batch * p.kv_heads * kv_tiles > MOST_DEALT_PIECES or not (causal or band is None):
+            return False
+        if max(p.group * p.q_len, p.kv_len) > 2 * _MOST_ROWS_BY_HEAD:
+            return False
+        if 2 * p.batch * p.kv_heads * self.cluster < self.blocks:
             return False
         if self.cluster == 1:
             return causal or kv_tiles == 1 or p.group * q_tiles >= _LEAST_STEPS_APART

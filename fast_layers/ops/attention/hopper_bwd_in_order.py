@@ -1,8 +1,9 @@
 """dQ in attention's backward for Hopper at depth 64, where a block goes through all keys of a head.
 
 Then it is known which tile of keys is the first that sees a tile of queries, and which the last. The first stores its
-part of dQ in the GPU's memory, those between add to it by TMA, and the last takes the sum back and writes dQ: sums of
-floats, in the same order in every run, which no other array waits for. They stay in the cache as long as they are few.
+part of dQ in the GPU's memory, those between add to it by TMA, and the last takes the sum back and writes dQ: a sum of
+floats, in the same order in every run. A block's heads have their sums in one place, one after the other; so those of
+all blocks stay in the cache, if rows are short.
 
 Without a mask the tiles of keys come from the first on, under a causal one from the last, so that the tile that is the
 last to come sees all queries.

@@ -195,12 +195,13 @@ def test_blocks_go_through_whole_heads(q_len, kv_len, heads, kv_heads, depth, op
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_whole_heads_of_a_table_are_for_what_takes_them_alone(cluster):
     tiles = HopperBackwardTiles(128, blocks=HOPPER_SMS, whole_heads=True, cluster=cluster)
-    full, causal = (dataclasses.replace(_backward_problem(512, 1, c), qk_dim=64, v_dim=64) for c in (False, True))
+    full, causal = (dataclasses.replace(_backward_problem(512, 8, c), qk_dim=64, v_dim=64) for c in (False, True))
     assert tiles.for_call(dataclasses.replace(full, q_len=1024)) == tiles
     assert tiles.for_call(causal).whole_heads == (cluster == 1)
-    left = tiles.for_call(dataclasses.replace(full, q_len=100))
-    assert (left.whole_heads, left.cluster, left.blocks) == (False, 1, HOPPER_SMS)
-    assert left.sums_d_query
+    for other in ({"q_len": 100}, {"q_len": 2049}, {"kv_len": 16384}, {"batch": 2}):
+        left = tiles.for_call(dataclasses.replace(full, **other))
+        assert (left.whole_heads, left.cluster, left.blocks) == (False, 1, HOPPER_SMS), other
+        assert left.sums_d_query
 
 
 @pytest.mark.parametrize(("cluster", "causal"), [(1, False), (1, True), (2, False)])
