@@ -37,15 +37,11 @@ CASES = {
 }
 
 
-def _judge(case: Case, tiles: HopperBackwardTiles, *patches: tuple[Any, str, Any]) -> Any:
-    with patched(backward_tiles(tiles), *patches):
-        return judge(case, supports=only("backward"), sums_in_order=True)
-
-
 @pytest.mark.parametrize("name", some_each_run(CASES, {"full", "causal", "cluster, grouped heads, odd lengths"}))
 def test_whole_heads(name):
     case, tiles = CASES[name]
-    _judge(case, tiles).check()
+    with patched(backward_tiles(tiles)):
+        judge(case, supports=only("backward"), sums_in_order=True).check()
 
 
 def _prepared(**options: Any) -> tuple[Any, Any, Any, Any]:
@@ -95,6 +91,12 @@ def test_sums_are_as_many_as_run_at_a_time():
     assert "i32[64,2,6,1,16,256]" not in program
 
 
+def _one(case: Case) -> tuple[Any, str, Any]:
+    """One block, or one cluster of them."""
+    tiles = TOGETHER if case is BOTH else ALONE
+    return backward_tiles(dataclasses.replace(tiles, blocks=tiles.cluster))
+
+
 FULL = Case(batch=1, q_len=256, kv_len=384, heads=2, kv_heads=2)
 BOTH = Case(batch=1, q_len=768, kv_len=256, heads=2, kv_heads=2)
 FAULTS = {
@@ -113,8 +115,7 @@ FAULTS = {
 @pytest.mark.parametrize("case", [FULL, BOTH], ids=["alone", "together"])
 def test_without_a_fault_nothing_is_found(case):
     stand_in = StandIn()
-    tiles = TOGETHER if case is BOTH else ALONE
-    with changed(hopper_bwd, stand_in, backward_tiles(dataclasses.replace(tiles, blocks=tiles.cluster))):
+    with changed(hopper_bwd, stand_in, _one(case)):
         judge(case, supports=only("backward"), sums_in_order=True).check()
     assert stand_in.counts["wait_smem_to_gmem"] > 0
     assert stand_in.hits == 0
@@ -124,6 +125,4 @@ def test_without_a_fault_nothing_is_found(case):
     "fault", some_each_run(FAULTS, {"added before others are done", "the other block not awaited"})
 )
 def test_planted_fault_is_found(fault):
-    tiles = TOGETHER if FAULTS[fault][0] is BOTH else ALONE
-    patch = backward_tiles(dataclasses.replace(tiles, blocks=tiles.cluster))
-    found(hopper_bwd, fault, FAULTS, patch, sums_in_order=True)
+    found(hopper_bwd, fault, FAULTS, _one(FAULTS[fault][0]), sums_in_order=True)

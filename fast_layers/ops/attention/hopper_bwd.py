@@ -194,12 +194,12 @@ def _run(
                 example, k_index = (zero, zero) if piece is None else (piece.example, None)
                 return Before(zero, example, zero, zero, k_index, any_units, *visit)
 
-            if form.in_order:
+            if tiles.cluster > 1:
                 hopper_bwd_in_order.begin(role)
             before = each_piece(gradients, nothing)
             if form.lags and form.persistent:
                 hopper_bwd_d_query.add_last(role, before)
-            if form.in_order:
+            if tiles.cluster > 1:
                 hopper_bwd_in_order.end(role, before.steps)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

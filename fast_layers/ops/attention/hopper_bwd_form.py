@@ -72,11 +72,6 @@ class Form:
         return self.tiles.whole_heads
 
     @property
-    def summed_dtype(self) -> Any:
-        """Of dQ's sums, where it is made here."""
-        return jnp.float32 if self.in_order else summed_dtype(self.problem)
-
-    @property
     def mends_keys(self) -> bool:
         """Whether keys and values are mended in any case, since nobody has looked whether they are broken."""
         return not (self.tiles.sums_d_query or sees_all(self.problem))
@@ -169,7 +164,8 @@ class Form:
         if lags:
             for name in ("scores_ready", "scores_consumed"):
                 types[name] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2)
-            d_query_slots = plgpu.SMEM((WARPGROUPS, *fragments_shape(self.panel)), self.summed_dtype)
+            of_sums = jnp.float32 if self.in_order else summed_dtype(self.problem)
+            d_query_slots = plgpu.SMEM((WARPGROUPS, *fragments_shape(self.panel)), of_sums)
             if self.in_order:
                 results = smem_tile(WARPGROUPS, self.result_parts, ROWS, self.panel, dtype=dtype)
                 types |= {"d_query_slots": d_query_slots, "result_slots": results}

@@ -83,15 +83,12 @@ def add(role: Role, d_query: jax.Array, step: Before) -> None:
 
 
 def begin(role: Role) -> None:
-    """Before a block's first step."""
-    if role.form.tiles.cluster > 1:
-        lax.fori_loop(0, _turn(0), lambda turn, _: _tell(role, turn), None)
+    """Before the first step of a block in a cluster."""
+    lax.fori_loop(0, _turn(0), lambda turn, _: _tell(role, turn), None)
 
 
 def end(role: Role, steps: Any) -> None:
-    """After a block's last step. Blocks that tell each other must not end before all is told."""
-    if role.form.tiles.cluster == 1:
-        return
+    """After its last. Blocks that tell each other must not end before all is told."""
     plgpu.wait_smem_to_gmem(0)
     last = steps + CLUSTER_DELAY * (role.form.tiles.cluster - 1)
     lax.fori_loop(_turn(steps) + 1, last + 1, lambda turn, _: _tell(role, turn), None)
