@@ -95,6 +95,7 @@ CASES: Mapping[str, Case] = {
     "one query, grouped heads d128": Case(
         q_len=1, kv_len=1000, heads=8, kv_heads=2, qk_dim=128, v_dim=128, key_lengths=(0, 900)
     ),
+    "3 queries, 7 heads on one": Case(q_len=3, kv_len=300, heads=7, kv_heads=1, qk_dim=96, v_dim=96),
     "7 queries, 129 keys": Case(q_len=7, kv_len=129),
     "causal, more keys": Case(q_len=129, kv_len=300, is_causal=True),
     "causal, more keys, bottom right": Case(q_len=129, kv_len=300, is_causal=True, q_offset="bottom_right"),

@@ -21,6 +21,7 @@ from jax._src.pallas.mosaic_gpu import primitives as mosaic
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
 from jax._src.state import discharge
 from jax._src.state import types as state_types
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.testing import _simulator_machine as machine
 from fast_layers.testing import _simulator_tcgen05 as tcgen05
@@ -192,7 +193,10 @@ def _tma_load(interpreter, eqn, token, invals):
     src, src_transforms = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, src, src_transforms)
     dst, dst_transforms = jaxpr_interpret.resolve_ref(eqn.invars[1].aval, dst, dst_transforms)
     load = functools.partial(
-        tma.load, group=interpreter._group(params["collective_axes"]), partition=params["leader_tracked"]
+        tma.load,
+        group=interpreter._group(params["collective_axes"]),
+        partition=params["leader_tracked"],
+        fills=params["oob_mode"] in (None, plgpu.OOBFillMode.ZEROS),
     )
     token = machine.call_host(
         interpreter,

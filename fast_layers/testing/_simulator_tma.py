@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ REDUCTIONS = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }
+_ALIGNMENT, _PLAIN_ALIGNMENT = 128, 16
+"""Of bulk copies, in bytes, with a tensor map and without (CUDA C++ Programming Guide, "Asynchronous Data Copies")."""
 _LEFT_OUT_LOADS_ARRIVE = jax.__version_info__ < (0, 12)
 
 
@@ -30,14 +33,18 @@ def store(
     if predicate is not None and not bool(predicate):
         return token
     gpu, src_key, dst_key = machine(), Key.from_array(src), Key.from_array(dst)
+    src_access = gpu.access(src_key, plain_transforms(src_transforms))
+    dst_access = gpu.access(dst_key, plain_transforms(dst_transforms))
+    if not _has_layout(src_transforms):
+        check_alignment(src_key, src_access, dst_key, dst_access, may_be_plain=reduction is None)
     task_type = gpu_callbacks.AsyncCopySmemToGmemTask if reduction is None else ReducingStore
     task = task_type(
         mesh_location,
         thread,
         src_key,
-        gpu.access(src_key, plain_transforms(src_transforms)),
+        src_access,
         dst_key,
-        gpu.access(dst_key, plain_transforms(dst_transforms)),
+        dst_access,
         source_info,
         gpu.incr_clock(thread) if gpu.detect_races else None,
     )
@@ -50,9 +57,11 @@ def store(
 
 def load(
     *, token, mesh_location, thread, src, src_transforms, dst, dst_transforms, barrier, predicate, group, partition,
-    source_info=None,
+    fills, source_info=None,
 ):  # fmt: skip
     """GMEM to SMEM, if the predicate holds; `group` are the blocks that copy together, or None.
+
+    `fills`: whether zeros come in place of what does not exist.
 
     A load whose predicate does not hold moves nothing. On its barrier it arrives like any other where JAX is older than
     0.12, and not at all since.
@@ -66,6 +75,8 @@ def load(
         return token
     src_access = gpu.access(src_key, plain_transforms(src_transforms))
     dst_access = gpu.access(dst_key, plain_transforms(dst_transforms))
+    if not _has_layout(dst_transforms):
+        check_alignment(dst_key, dst_access, src_key, src_access, may_be_plain=not fills and group is None)
     blocks = () if group is None else blocks_together(mesh_location, *group)
     if isinstance(partition, plgpu.CopyPartition.PARTITIONED):
         src_access = _share_of(src_access, partition.axis, blocks.index(thread.block_id), len(blocks))
@@ -78,6 +89,52 @@ def load(
         task.blocks, task.barrier_key, task.multicast = blocks, barrier_key, partition is None
     gpu.execute_async_task(task)
     return token
+
+
+def check_alignment(smem_key: Key, smem: Access, gmem_key: Key, gmem: Access, *, may_be_plain: bool) -> None:
+    """Of a bulk copy, whose end in shared memory has no layout but that of its rows.
+
+    JAX copies what lies together without a tensor map, if it `may_be_plain`.
+    """
+    gpu = machine()
+    (shape, dtype), (gmem_shape, _) = (gpu.buffer_shape_and_dtype(key) for key in (smem_key, gmem_key))
+    itemsize = jax.numpy.dtype(dtype).itemsize
+    offset = _first(smem, shape) * itemsize
+    wanted = _ALIGNMENT
+    if may_be_plain and _lies_together(gmem, gmem_shape):
+        wanted = _PLAIN_ALIGNMENT
+        start, size = _first(gmem, gmem_shape) * itemsize, math.prod(gmem.shape) * itemsize
+        if start % wanted or size % wanted:
+            raise ValueError(
+                f"a bulk copy of {size} bytes that starts {start} bytes into its array in the GPU's memory: the GPU "
+                f"wants multiples of {wanted}"
+            )
+    if offset % wanted:
+        raise ValueError(
+            f"a bulk copy starts {offset} bytes into a buffer {dtype}{list(shape)} in shared memory: the GPU wants a "
+            f"multiple of {wanted}"
+        )
+
+
+def _has_layout(transforms: Any) -> bool:
+    """Whether a reference is tiled or swizzled; it can be cut between whole tiles only, which is enough."""
+    return len(plain_transforms(transforms)) < len(transforms)
+
+
+def _first(access: Access, shape: Sequence[int]) -> int:
+    """The place of its first number among those of the buffer."""
+    starts = [window.start if isinstance(window, slice) else window for window in access.range]
+    return sum(start * math.prod(shape[axis + 1 :]) for axis, start in enumerate(starts))
+
+
+def _lies_together(access: Access, shape: Sequence[int]) -> bool:
+    expected = 1
+    for axis, window in reversed(list(enumerate(access.range))):
+        size = window.stop - window.start if isinstance(window, slice) else 1
+        if size != 1 and math.prod(shape[axis + 1 :]) != expected:
+            return False
+        expected *= size
+    return True
 
 
 def blocks_together(mesh_location: Any, cluster_dims: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:

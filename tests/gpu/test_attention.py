@@ -310,6 +310,27 @@ def test_logits_that_grow_by_more_than_a_float_holds(backend, name, depth, shift
         assert_close(*arrays, name=which)
 
 
+@pytest.mark.parametrize("softcap", [20.0, 50.0])
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cudnn"])
+def test_a_wide_soft_cap_is_as_exact_as_the_docs_say(backend, depth, softcap):
+    rng = np.random.default_rng(0)
+    operands = [jnp.asarray(rng.normal(size=(2, 500, 8, depth)), jnp.bfloat16) for _ in range(3)]
+    options = {"is_causal": True, "softcap": softcap, "return_residual": True}
+    _refused(backend, *operands, **options)
+
+    def call(implementation, *operands):
+        op = functools.partial(fast_layers.dot_product_attention, implementation=implementation, **options)
+        return jax.device_get(jax.jit(op)(*operands))
+
+    (out, lse), (plain, _) = (call(name, *operands) for name in (backend, "reference"))
+    with jax.enable_x64(True):
+        exact, exact_lse = call("reference", *(x.astype(jnp.float64) for x in operands))
+    assert_close(out, exact, plain, name="out")
+    # A sum of exponentials is off by no more than its worst logit, and by what it is rounded to.
+    np.testing.assert_allclose(lse, exact_lse, rtol=0, atol=3e-7 * softcap + 2e-6)
+
+
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cudnn"])
 def test_a_persistent_grid_inside_shard_map(backend):
     rng = np.random.default_rng(0)

@@ -195,6 +195,27 @@ def add_rows(x: jax.Array, *, fault: str | None = None) -> jax.Array:
     )(x)
 
 
+def copy_rows(x: jax.Array, *, plain: bool) -> jax.Array:
+    """x [N, columns], row by row through shared memory; `plain`: in by copies without a tensor map."""
+    mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if plain else plgpu.OOBFillMode.ZEROS
+
+    def kernel(x_gmem, out_gmem, x_smem, loaded):
+        for row in range(x.shape[0]):
+            plgpu.copy_gmem_to_smem(x_gmem.at[row], x_smem.at[row], loaded, oob_mode=mode)
+        plgpu.barrier_wait(loaded)
+        plgpu.copy_smem_to_gmem(x_smem, out_gmem)
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_types={
+            "x_smem": smem(*x.shape, dtype=x.dtype, transforms=()),
+            "loaded": plgpu.Barrier(num_arrivals=x.shape[0]),
+        },
+    )(x)
+
+
 def multicast(x: jax.Array, *, fault: str | None = None) -> jax.Array:
     """[x, 2 x] of a cluster of two blocks, which both receive every tile of x [steps * 16, 128] by one copy."""
     rows = 16

@@ -84,6 +84,7 @@ CASES = {
     "depths 192 and 128": Case(q_len=2, kv_len=512, depth=192, v_dim=128),
     "depths 40 and 24": Case(q_len=3, kv_len=300, depth=40, v_dim=24, options=CAUSAL),
     "depth 256": Case(kv_len=512, depth=256, kv_heads=2),
+    "queries that end within a line": Case(q_len=3, kv_len=300, heads=7, depth=96),
     "two warpgroups": Case(q_len=200, kv_len=512, heads=1, options=CAUSAL),
 }
 
@@ -105,6 +106,7 @@ EACH_RUN = {
     ("lengths", 5),
     ("segments", 2),
     ("depths 40 and 24", 2),
+    ("queries that end within a line", 2),
 }
 
 

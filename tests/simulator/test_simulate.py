@@ -179,3 +179,21 @@ def test_sums_of_floats_in_no_fixed_order_are_told_if_asked_for(dtype, sums_in_o
     assert any("write of GMEM" in race for race in sim.races) == told, sim.report()
     assert sim.failure is None
     np.testing.assert_array_equal(sim.outputs, x[0] + x[2])
+
+
+@pytest.mark.parametrize(
+    ("columns", "plain", "told"),
+    [
+        (64, False, None),
+        (96, False, "starts 192 bytes into a buffer bfloat16[4, 96] in shared memory: the GPU wants a multiple of 128"),
+        (96, True, None),
+        (12, True, "a bulk copy of 24 bytes that starts 0 bytes into its array in the GPU's memory"),
+    ],
+)
+def test_a_copy_to_where_the_gpu_takes_none_is_told(columns, plain, told):
+    x = numbers(4, columns)
+    sim = simulate(lambda x: kernels.copy_rows(x, plain=plain), x)
+    if told is None:
+        np.testing.assert_array_equal(*as_float(sim.check(), x))
+    else:
+        assert told in (sim.failure or ""), sim.report()

@@ -26,6 +26,7 @@ from fast_layers.ops.attention import packed_heads, split_kv
 from fast_layers.ops.attention.config import packs_heads
 from fast_layers.ops.attention.kernel_operands import (
     SHARED,
+    SMEM_LINE,
     TMA_ROWS,
     RowMask,
     pad_axis,
@@ -68,7 +69,9 @@ def attend(
         p = packed_heads.pack_problem(p, form)
     tiles = choose(p)
     qk_dim, v_dim = padded_depth(p.qk_dim), padded_depth(p.v_dim)
-    if packs and p.q_len <= rows and packs_in_kernel(tiles, p):
+    # In shared memory a query's heads stand right behind those of the one before, where a copy may have to begin.
+    lines_up = problem.q_len == 1 or problem.group * qk_dim * problem.dtype.itemsize % SMEM_LINE == 0
+    if packs and p.q_len <= rows and lines_up and packs_in_kernel(tiles, p):
         query = pad_axis(query, qk_dim, 3)
     else:
         query = pad_for_tma(packed_heads.pack(query, p.kv_heads) if packs else query, rows, qk_dim)

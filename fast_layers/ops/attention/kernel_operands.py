@@ -23,6 +23,8 @@ SHARED = frozenset({"sinks", "mask", "q_span", "logits", "key_rows"})
 """Operands of which all examples of a batch may share one."""
 DEPTH_MULTIPLE = 16
 TMA_ROWS = 8
+SMEM_LINE = 128
+"""Bytes, at multiples of which a bulk copy with a tensor map may begin in shared memory."""
 
 
 def padded_depth(depth: int, multiple: int = DEPTH_MULTIPLE) -> int:
