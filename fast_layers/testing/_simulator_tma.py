@@ -97,8 +97,9 @@ def check_alignment(smem_key: Key, smem: Access, gmem_key: Key, gmem: Access, *,
     JAX copies what lies together without a tensor map, if it `may_be_plain`.
     """
     gpu = machine()
-    (shape, dtype), (gmem_shape, _) = (gpu.buffer_shape_and_dtype(key) for key in (smem_key, gmem_key))
-    itemsize = jax.numpy.dtype(dtype).itemsize
+    shape, gmem_shape = (tuple(gpu.buffer_shape_and_dtype(key).shape) for key in (smem_key, gmem_key))
+    dtype = jax.numpy.dtype(gpu.buffer_shape_and_dtype(smem_key).dtype)
+    itemsize = dtype.itemsize
     offset = _first(smem, shape) * itemsize
     wanted = _ALIGNMENT
     if may_be_plain and _lies_together(gmem, gmem_shape):
