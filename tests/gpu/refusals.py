@@ -8,7 +8,8 @@ from typing import NoReturn
 
 import pytest
 
-from fast_layers.arch import Arch
+from fast_layers.arch import Arch, lowering_targets
+from fast_layers.testing import ParityTable
 
 OWN_GPUS = {"hopper": {(9, 0)}, "blackwell": {(10, 0), (10, 3)}}
 # The limits that the docs name, as they read in a refusal. cuDNN's depend on its version, and are not held to them.
@@ -30,6 +31,15 @@ def check(backend: str, arch: Arch, refusals: Iterable[str | None]) -> None:
     for reason in filter(None, refusals):
         if not any(re.match(limit, reason) for limit in DOCUMENTED):
             pytest.fail(f"{backend} must take this on {arch}, and refuses: {reason}", pytrace=False)
+
+
+def settle(backend: str, table: ParityTable) -> None:
+    """Fail for what is wrong in `check_parity`'s table of a backend, or may not be refused; skip if all is refused."""
+    assert table.ok, f"\n{table}"
+    arch, reasons = lowering_targets()[0], [row.refusal for row in table.refusals]
+    check(backend, arch, reasons)
+    if len(reasons) == len(table.rows):
+        skip(backend, arch, reasons)
 
 
 def skip(backend: str, arch: Arch, refusals: Iterable[str | None]) -> NoReturn:

@@ -36,11 +36,7 @@ MORE = {
 @pytest.mark.parametrize("name", NAMES)
 def test_parity(name, case, dtype):
     table = check_parity(OP, backends=[name], cases={case: {**CASES, **MORE}[case]}, dtypes=[dtype])
-    assert table.ok, f"\n{table}"
-    reasons = [row.refusal for row in table.refusals]
-    refusals.check(name, lowering_targets()[0], reasons)
-    if all(row.refusal is not None for row in table.rows):
-        refusals.skip(name, lowering_targets()[0], reasons)
+    refusals.settle(name, table)
 
 
 def _call(name, documents):

@@ -10,7 +10,6 @@ import pytest
 import refusals
 from drawn import DRAWN, draw
 
-from fast_layers.arch import lowering_targets
 from fast_layers.testing import check_parity
 from fast_layers.testing.parity import SUITES
 
@@ -29,8 +28,4 @@ def test_parity(op, backend, number):
     case = draw(op, number)
     dtype = jnp.float16 if number % 4 == 0 else jnp.bfloat16
     table = check_parity(op, backends=[backend], cases={str(case): case}, dtypes=[dtype])
-    assert table.ok, f"\n{table}"
-    reasons = [row.refusal for row in table.refusals]
-    refusals.check(backend, lowering_targets()[0], reasons)
-    if len(reasons) == len(table.rows):
-        refusals.skip(backend, lowering_targets()[0], reasons)
+    refusals.settle(backend, table)
