@@ -33,7 +33,7 @@ class Backend:
     `supports(problem, arch, pass_)` returns None, or the reason why not. `fwd` and `bwd` have the op's own
     signatures. `automatic=False` is taken only by name; so is what `by_name_only(problem, arch, pass_)` gives a reason
     for. On the platforms in `fallback_on` a kernel is what users expect, and strict mode makes taking this backend an
-    error.
+    error. JAX cannot differentiate the passes of what `is_kernel`; who asks for that is told so.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Backend:
     automatic: bool = True
     by_name_only: Callable[[Any, Arch, Pass], str | None] = lambda problem, arch, pass_: None
     fallback_on: frozenset[str] = frozenset()
+    is_kernel: bool = False
 
     def __post_init__(self):
         _names_of_all_ops.add(self.name)
@@ -102,7 +103,11 @@ class Plan:
         def bind(choice: Choice):
             backend = choice.require(self.op)
             method = backend.fwd if pass_ == "forward" else backend.bwd
-            return lambda *args: jax.tree.map(lambda x: vary_over(x, axes), method(self.problem, *args))
+
+            def call(*args: Any) -> Any:
+                return jax.tree.map(lambda x: vary_over(x, axes), method(self.problem, *args))
+
+            return _differentiated_once(self.op, backend.name, call) if backend.is_kernel else call
 
         likeliest, *others = self.choices(pass_)
         # A device that may never be lowered for does not get to raise, nor to add a branch.
@@ -111,6 +116,20 @@ class Plan:
             return bind(likeliest)(*args)
         branches = {c.arch.platform: bind(c) for c in others}
         return lax.platform_dependent(*args, default=bind(likeliest), **branches)
+
+
+def _differentiated_once(op: str, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, a pass of a kernel. The op has the rule for its first derivatives; JAX comes here for others."""
+    guarded = jax.custom_jvp(call)
+
+    @guarded.defjvp
+    def _refuse(primals, tangents):
+        raise ValueError(
+            f"{op}: {name} is differentiated once, in reverse mode; a derivative of its gradient was asked for. Take "
+            f'implementation="reference" for any order, in a whole model use_backends(force="reference")'
+        )
+
+    return guarded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,15 +6,16 @@ from fast_layers.dispatch import Backend
 from fast_layers.ops.attention import blackwell_call, cudnn, hopper_call, reference, xla
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("hopper", hopper_call.supports, hopper_call.forward, hopper_call.backward),
+    Backend("hopper", hopper_call.supports, hopper_call.forward, hopper_call.backward, is_kernel=True),
     Backend(
         "blackwell",
         blackwell_call.supports,
         blackwell_call.forward,
         blackwell_call.backward,
         by_name_only=blackwell_call.by_name_only,
+        is_kernel=True,
     ),
-    Backend("cudnn", cudnn.supports, cudnn.forward, cudnn.backward),
+    Backend("cudnn", cudnn.supports, cudnn.forward, cudnn.backward, is_kernel=True),
     Backend("xla", xla.supports, xla.forward, xla.backward, fallback_on=frozenset({"cuda", "rocm"})),
     Backend("reference", reference.supports, reference.forward, reference.backward, automatic=False),
 )

@@ -12,6 +12,7 @@ BACKENDS: tuple[Backend, ...] = (
         hopper_call.forward,
         hopper_call.backward,
         by_name_only=hopper_call.by_name_only,
+        is_kernel=True,
     ),
     Backend("xla", xla.supports, xla.forward, xla.backward),
     Backend("reference", reference.supports, reference.forward, reference.backward, automatic=False),

@@ -28,7 +28,8 @@ class Activation(NamedTuple):
 
 
 def _sigmoid(x: Array) -> Array:
-    return 1.0 / (1.0 + jnp.exp(-x))
+    """By the primitive: derived from 1 / (1 + exp(-x)), its derivative is NaN where the exponential is infinite."""
+    return lax.logistic(x)
 
 
 def _d_sigmoid(x: Array) -> Array:

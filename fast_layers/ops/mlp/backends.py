@@ -13,8 +13,16 @@ BACKENDS: tuple[Backend, ...] = (
         hopper_call.forward,
         hopper_call.backward,
         by_name_only=hopper_call.by_name_only,
+        is_kernel=True,
     ),
-    Backend("blackwell", blackwell_call.supports, blackwell_call.forward, blackwell_call.backward, automatic=False),
+    Backend(
+        "blackwell",
+        blackwell_call.supports,
+        blackwell_call.forward,
+        blackwell_call.backward,
+        automatic=False,
+        is_kernel=True,
+    ),
     Backend("xla", xla.supports, xla.forward, xla.backward),
     Backend("reference", reference.supports, reference.forward, reference.backward, automatic=False),
 )

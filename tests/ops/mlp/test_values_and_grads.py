@@ -160,6 +160,14 @@ def test_far_out_no_derivative_is_nan():
                 np.testing.assert_allclose(got, np.full_like(far, wanted[side]), atol=1e-30, err_msg=name)
 
 
+def test_far_out_no_second_derivative_is_nan():
+    far = np.array([10.0, 30.0, 89.0, 1e4, 1e14], np.float32)
+    far = np.concatenate((-far, far))
+    for name in ("gelu", "gelu_tanh", "silu", "sigmoid"):
+        _, found = jax.jit(lambda x, f=ACTIVATIONS[name].derivative: jax.jvp(f, (x,), (jnp.ones_like(x),)))(far)
+        np.testing.assert_allclose(found, np.zeros_like(far), atol=1e-3, err_msg=name)
+
+
 @pytest.mark.parametrize("implementation", TESTED)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_both_ways_of_saving_give_the_same_bits(implementation, dtype):

@@ -1,0 +1,78 @@
+"""Derivatives of gradients: kernels have none, and say so; of plain code there are those that JAX finds."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_trees_close
+
+import fast_layers
+from fast_layers import dispatch
+from ops.kernel_calls import KERNELS, operands_of
+
+
+def _curvature(loss):
+    """Of a Hessian, the product with a direction."""
+    return lambda x, direction: jax.jvp(jax.grad(loss), (x,), (direction,))[1]
+
+
+def _slope_of_gradient(loss):
+    return lambda x: jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(x)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_those_of_kernels_are_refused(name, monkeypatch):
+    call, arch, shapes = KERNELS[name]
+    monkeypatch.setattr(dispatch, "lowering_targets", lambda: (arch,))
+    x, *weights = operands_of(shapes)
+
+    def loss(x, *weights):
+        return call(x, *weights).astype(jnp.float32).sum()
+
+    assert jax.eval_shape(jax.grad(loss), x, *weights).shape == x.shape
+    again = r"(hopper|blackwell) is differentiated once, in reverse mode; .* Take implementation=\"reference\""
+    with pytest.raises(ValueError, match=again):
+        jax.eval_shape(_slope_of_gradient(lambda x: loss(x, *map(jnp.zeros_like, weights))), x)
+    with pytest.raises(ValueError, match=again):
+        jax.eval_shape(_curvature(lambda x: loss(x, *map(jnp.zeros_like, weights))), x, x)
+
+
+def _attention(x, **name):
+    heads = x.reshape(2, 24, 2, 8)
+    return fast_layers.dot_product_attention(heads, heads, heads, is_causal=True, **name)
+
+
+def _gated_mlp(x, w_up, w_down, w_gate, **name):
+    return fast_layers.mlp(x, w_up, w_down, w_gate=8 * w_gate, activation="silu", **name)
+
+
+# Of x [2, 24, 16] and weights of these shapes, so large that activations saturate.
+PLAIN = {
+    "attention": (_attention, ()),
+    "mlp": (lambda x, w_up, w_down, **name: fast_layers.mlp(x, 8 * w_up, w_down, **name), ((16, 32), (32, 16))),
+    "gated mlp": (_gated_mlp, ((16, 32), (32, 16), (16, 32))),
+    "linear": (lambda x, w, **name: fast_layers.linear(x, 8 * w, activation="sigmoid", **name), ((16, 32),)),
+    "conv": (lambda x, w, **name: fast_layers.causal_conv1d(x, 8 * w, activation="silu", **name), ((4, 16),)),
+    "norm": (lambda x, w, **name: fast_layers.gated_rms_norm(x, 8 * x, w, **name), ((16,),)),
+}
+
+
+@pytest.mark.parametrize("op", PLAIN)
+def test_a_hessian_times_a_direction_by_plain_code(op):
+    call, shapes = PLAIN[op]
+    rng = np.random.default_rng(0)
+    operands = [rng.normal(size=shape).astype(np.float32) for shape in ((2, 24, 16), (2, 24, 16), *shapes)]
+
+    def of(implementation, dtype):
+        x, direction, *weights = (jnp.asarray(a, dtype) for a in operands)
+
+        def loss(x):
+            return (call(x, *weights, implementation=implementation) ** 2).sum()
+
+        return jax.device_get(jax.jit(_curvature(loss))(x, direction))
+
+    with jax.enable_x64(True):
+        wide = of("reference", jnp.float64)
+    assert_trees_close(of("xla", jnp.float32), wide, of("reference", jnp.float32))
