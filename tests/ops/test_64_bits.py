@@ -11,7 +11,7 @@ FEW = {
     "dot_product_attention": ("shared bias", "everything"),
     "mlp": ("geglu with bias",),
     "ssd": ("everything",),
-    "selective_scan": ("everything",),
+    "selective_scan": ("initial state",),
     "causal_conv1d": ("states", "documents"),
     "gated_rms_norm": ("groups, norm before gate",),
 }
