@@ -105,9 +105,11 @@ class Plan:
             method = backend.fwd if pass_ == "forward" else backend.bwd
 
             def call(*args: Any) -> Any:
+                if backend.is_kernel:
+                    args = _differentiated_once(self.op, backend.name, args)
                 return jax.tree.map(lambda x: vary_over(x, axes), method(self.problem, *args))
 
-            return _differentiated_once(self.op, backend.name, call) if backend.is_kernel else call
+            return call
 
         likeliest, *others = self.choices(pass_)
         # A device that may never be lowered for does not get to raise, nor to add a branch.
@@ -118,9 +120,15 @@ class Plan:
         return lax.platform_dependent(*args, default=bind(likeliest), **branches)
 
 
-def _differentiated_once(op: str, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, a pass of a kernel. The op has the rule for its first derivatives; JAX comes here for others."""
-    guarded = jax.custom_jvp(call)
+def _differentiated_once(op: str, name: str, operands: Any) -> Any:
+    """The operands of a kernel's pass. The op has the rule for its first derivatives; JAX comes here for others.
+
+    Not around the pass itself: JAX discharges no refs that stand in a function with a rule.
+    """
+
+    @jax.custom_jvp
+    def guarded(operands):
+        return operands
 
     @guarded.defjvp
     def _refuse(primals, tangents):
@@ -129,7 +137,7 @@ def _differentiated_once(op: str, name: str, call: Callable[..., Any]) -> Callab
             f'implementation="reference" for any order, in a whole model use_backends(force="reference")'
         )
 
-    return guarded
+    return guarded(operands)
 
 
 @dataclasses.dataclass(frozen=True)
