@@ -60,7 +60,8 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("op", PLAIN)
-def test_a_hessian_times_a_direction_by_plain_code(op):
+def test_those_of_plain_code(op):
+    """A Hessian times a direction, and, but for the loops of attention, times the gradient, in reverse mode."""
     call, shapes = PLAIN[op]
     rng = np.random.default_rng(0)
     operands = [rng.normal(size=shape).astype(np.float32) for shape in ((2, 24, 16), (2, 24, 16), *shapes)]
@@ -71,7 +72,8 @@ def test_a_hessian_times_a_direction_by_plain_code(op):
         def loss(x):
             return (call(x, *weights, implementation=implementation) ** 2).sum()
 
-        return jax.device_get(jax.jit(_curvature(loss))(x, direction))
+        by_reverse_mode = None if op == "attention" else jax.jit(_slope_of_gradient(loss))(x)
+        return jax.device_get((jax.jit(_curvature(loss))(x, direction), by_reverse_mode))
 
     with jax.enable_x64(True):
         wide = of("reference", jnp.float64)
