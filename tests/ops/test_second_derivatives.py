@@ -48,12 +48,19 @@ def _gated_mlp(x, w_up, w_down, w_gate, **name):
     return fast_layers.mlp(x, w_up, w_down, w_gate=8 * w_gate, activation="silu", **name)
 
 
+def _ssd(x, rates, **name):
+    heads = x.reshape(2, 24, 2, 8)
+    steps = jax.nn.softplus(heads[..., 0])
+    return fast_layers.ssd(heads, steps, -jnp.exp(rates), heads[:, :, :1], heads[:, :, 1:], **name)
+
+
 # Of x [2, 24, 16] and weights of these shapes, so large that activations saturate.
 PLAIN = {
     "attention": (_attention, ()),
     "mlp": (lambda x, w_up, w_down, **name: fast_layers.mlp(x, 8 * w_up, w_down, **name), ((16, 32), (32, 16))),
     "gated mlp": (_gated_mlp, ((16, 32), (32, 16), (16, 32))),
     "linear": (lambda x, w, **name: fast_layers.linear(x, 8 * w, activation="sigmoid", **name), ((16, 32),)),
+    "ssd": (_ssd, ((2,),)),
     "conv": (lambda x, w, **name: fast_layers.causal_conv1d(x, 8 * w, activation="silu", **name), ((4, 16),)),
     "norm": (lambda x, w, **name: fast_layers.gated_rms_norm(x, 8 * x, w, **name), ((16,),)),
 }

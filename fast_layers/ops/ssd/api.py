@@ -133,7 +133,7 @@ def _scan(plan: dispatch.Plan, inputs: Inputs, aux: Aux):
 
 
 def _scan_fwd(plan: dispatch.Plan, inputs: Inputs, aux: Aux):
-    return _scan(plan, inputs, aux), Residuals(inputs, aux)
+    return plan.run("forward", inputs, aux), Residuals(inputs, aux)
 
 
 def _scan_bwd(plan: dispatch.Plan, residuals: Residuals, gradients):
