@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closeness import assert_trees_close
+from closeness import assert_close_over_draws
 
 import fast_layers
 from fast_layers import dispatch
@@ -70,18 +72,19 @@ PLAIN = {
 def test_those_of_plain_code(op):
     """A Hessian times a direction, and, but for the loops of attention, times the gradient, in reverse mode."""
     call, shapes = PLAIN[op]
-    rng = np.random.default_rng(0)
-    operands = [rng.normal(size=shape).astype(np.float32) for shape in ((2, 24, 16), (2, 24, 16), *shapes)]
 
-    def of(implementation, dtype):
-        x, direction, *weights = (jnp.asarray(a, dtype) for a in operands)
-
+    @functools.partial(jax.jit, static_argnums=0)
+    def of(implementation, x, direction, *weights):
         def loss(x):
             return (call(x, *weights, implementation=implementation) ** 2).sum()
 
-        by_reverse_mode = None if op == "attention" else jax.jit(_slope_of_gradient(loss))(x)
-        return jax.device_get((jax.jit(_curvature(loss))(x, direction), by_reverse_mode))
+        return _curvature(loss)(x, direction), None if op == "attention" else _slope_of_gradient(loss)(x)
 
-    with jax.enable_x64(True):
-        wide = of("reference", jnp.float64)
-    assert_trees_close(of("xla", jnp.float32), wide, of("reference", jnp.float32))
+    def make(draw):
+        rng = np.random.default_rng(draw)
+        operands = [rng.normal(size=shape).astype(np.float32) for shape in ((2, 24, 16), (2, 24, 16), *shapes)]
+        with jax.enable_x64(True):
+            wide = jax.device_get(of("reference", *(x.astype(np.float64) for x in operands)))
+        return of("xla", *operands), wide, of("reference", *operands)
+
+    assert_close_over_draws(make)
