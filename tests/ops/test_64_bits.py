@@ -21,9 +21,10 @@ FEW = {
 @pytest.fixture(autouse=True)
 def _64_bits():
     """In all threads, unlike the context."""
+    before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
     yield
-    jax.config.update("jax_enable_x64", False)
+    jax.config.update("jax_enable_x64", before)
 
 
 def _check(op, cases=None):

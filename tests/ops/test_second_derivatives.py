@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,12 @@ def test_those_of_kernels_are_refused(name, monkeypatch):
         jax.eval_shape(_slope_of_gradient(lambda x: loss(x, *map(jnp.zeros_like, weights))), x)
     with pytest.raises(ValueError, match=again):
         jax.eval_shape(_curvature(lambda x: loss(x, *map(jnp.zeros_like, weights))), x, x)
+
+
+@pytest.mark.parametrize("op", ["attention", "mlp", "ssd", "conv1d", "gated_norm"])
+def test_all_but_plain_code_is_said_to_be_a_kernel(op):
+    backends = importlib.import_module(f"fast_layers.ops.{op}.backends").BACKENDS
+    assert all(backend.is_kernel == (backend.name not in ("xla", "reference")) for backend in backends)
 
 
 def _attention(x, **name):

@@ -409,7 +409,7 @@ def _accumulate_bias(d_bias: Array, d_scores: Array, i, j, tiles: XlaTiles) -> A
     tile = _logits_tile(d_bias, i, j, tiles) + d_scores.sum(broadcast, keepdims=True)
     q_start = 0 if _is_one(d_bias.shape[3]) else i * tiles.q_tile
     kv_start = 0 if _is_one(d_bias.shape[4]) else j * tiles.kv_tile
-    # Of one type, which with 64 bits the counters of loops are not where a mask gives the bounds of one.
+    # Of one type: under `jax_enable_x64` a loop counts in 64 bits, but in 32 where a mask gives its bounds.
     starts = (jnp.asarray(start, jnp.int32) for start in (0, 0, 0, q_start, kv_start))
     return lax.dynamic_update_slice(d_bias, tile, tuple(starts))
 

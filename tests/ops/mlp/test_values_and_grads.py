@@ -161,11 +161,11 @@ def test_far_out_no_derivative_is_nan():
 
 
 def test_far_out_no_second_derivative_is_nan():
-    far = np.array([10.0, 30.0, 89.0, 1e4, 1e14], np.float32)
+    far = np.array([30.0, 89.0, 1e4, 1e14], np.float32)
     far = np.concatenate((-far, far))
     for name in ("gelu", "gelu_tanh", "silu", "sigmoid"):
         _, found = jax.jit(lambda x, f=ACTIVATIONS[name].derivative: jax.jvp(f, (x,), (jnp.ones_like(x),)))(far)
-        np.testing.assert_allclose(found, np.zeros_like(far), atol=1e-3, err_msg=name)
+        np.testing.assert_allclose(found, np.zeros_like(far), atol=1e-11, err_msg=name)
 
 
 @pytest.mark.parametrize("implementation", TESTED)
