@@ -36,13 +36,18 @@ class Call:
     leaves_d_scores: bool = False
     """At depths up to 128."""
     whole_heads: bool = False
+    cut: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def kernels(self) -> tuple[str, ...]:
         deep = max(self.qk_dim, self.v_dim or 0) > 128
         both = "attention_forward", "attention_backward_deep" if deep else "attention_backward"
-        more = {"attention_bias_gradient": self.bias, "attention_backward_query": self.d_query_apart}
+        more = {
+            "attention_bias_gradient": self.bias,
+            "attention_backward_query": self.d_query_apart,
+            "attention_backward_parts": self.cut,
+        }
         return *both, *(name for name, there in more.items() if there)
 
     @property
@@ -86,7 +91,7 @@ FEW_HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 8, "batch": 1}
 """Too few to leave their dS in groups."""
 BATCHES = {
     "shallow": {
-        "d64 full": Call(qk_dim=64),
+        "d64 full": Call(heads=32, kv_heads=32, qk_dim=64, cut=True),
         "d64 causal, spans of their own": Call(512, qk_dim=64, batch=8, whole_heads=True, options=CAUSAL),
         "d64 full, clusters": Call(1024, qk_dim=64, batch=8, whole_heads=True),
         "d64 causal": Call(qk_dim=64, options=CAUSAL),
@@ -182,7 +187,7 @@ SPILLS = {
     "d64 full, short": (0, 34),
     "d64 full, clusters": (0, 40),
     "d64 full, few heads": (0, 0, 0),
-    "d64 full": (0, 40),
+    "d64 full": (0, 52, 0),
     "d64 causal, spans of their own": (10, 40),
     "d64 causal, two warpgroups": (0, 40),
     "d64 causal, whole grouped heads": (10, 63),

@@ -123,6 +123,24 @@ def test_whole_heads(backend, name):
     assert table.ok, f"\n{table}"
 
 
+# One tile of keys more than an H100's or H200's 132 SMs, or three: Hopper's backward cuts it by its queries.
+LEFT = Case(batch=1, q_len=1024, kv_len=896, heads=19, kv_heads=19)
+CUT = {
+    "one": LEFT,
+    "one, odd lengths": dataclasses.replace(LEFT, q_len=2000, kv_len=800),
+    "three, grouped heads": dataclasses.replace(LEFT, heads=54, kv_heads=27, kv_len=640, lse_gradient=True),
+    "one, soft cap": dataclasses.replace(LEFT, softcap=5.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_pieces_that_are_cut(backend, name, dtype):
+    table = check_parity(backends=[backend], cases={name: CUT[name]}, dtypes=[dtype])
+    assert table.ok, f"\n{table}"
+
+
 @pytest.mark.parametrize("backend", KERNELS)
 def test_window_on_whole_tiles(backend):
     """Within which Hopper's backward leaves dS at depth 128."""

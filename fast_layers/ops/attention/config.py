@@ -72,7 +72,8 @@ _MOST_TWO_SLOT_TILES = 4
 """Of keys, for persistent blocks with two slots for queries where dQ is apart: an H100 was 1 to 3 % faster by three at
 1,024 and 2,048 tokens and within windows, and at 512 was not."""
 _MOST_SHALLOW_TILES = 64
-"""Of keys, for a persistent grid of the backward at depths up to 64 without a mask."""
+"""Of keys, for a persistent grid of the backward at depths up to 64 without a mask; where that leaves few pieces to be
+cut (hopper_bwd_parts.py), twice as many."""
 LONGEST_D_QUERY_APART = {64: 512, 128: 16_384}
 """By depth, the most queries and keys."""
 WHOLE_HEADS_DEPTH = 64
@@ -632,7 +633,8 @@ class HopperBackwardTiles:
         d_query_apart = short and timed and apart_tiles.leaves_d_scores(p)
         holds_keys = d_query_apart and may_hold
         if shallow:
-            gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES
+            few_left = p.batch * p.kv_heads * kv_tiles % HOPPER_SMS <= HOPPER_SMS // 8
+            gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES * (2 if few_left else 1)
         else:
             gains = band is None or (d_query_apart if band.low is None else p.group == 1)
         persistent = gains and known_before_the_call(p) and p.batch * p.kv_heads * kv_tiles <= MOST_DEALT_PIECES

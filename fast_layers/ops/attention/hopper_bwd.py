@@ -26,6 +26,9 @@ depend on the order, and every run gives the same bits. Each row has its own uni
 the row can sum to. Where the bits may change from run to run (`Problem.reproducible`), it holds floats, and rows have
 no units. Nor have they with `whole_heads`, where the order is known (hopper_bwd_in_order.py).
 
+Where all pieces are alike, and few are left when all blocks have taken as many, those are cut by their queries
+(hopper_bwd_parts.py).
+
 With `d_query_apart` dS goes to the GPU's memory instead, another kernel makes dQ of it, and there are no units. Of long
 grouped heads it goes there in parts, which add to dK and dV.
 
@@ -52,6 +55,7 @@ from fast_layers.ops.attention import (
     hopper_bwd_apart,
     hopper_bwd_d_query,
     hopper_bwd_in_order,
+    hopper_bwd_parts,
     hopper_bwd_pieces,
     hopper_bwd_sums,
 )
@@ -89,7 +93,11 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         shape = hopper_bwd_sums.sums_shape(p.batch, p.heads, q_len, tiles.panels, columns)
         d_query = jax.new_ref(jnp.zeros(shape, summed_dtype(p)) if zeros is None else zeros.reshape(shape))
         d_key, d_value = (jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value))
-        _run(tiles, p, operands, d_key, d_value, d_query)
+        form = Form.of(p, tiles, operands, None)
+        parts = None if form.cut is None else jax.new_ref(hopper_bwd_parts.empty(form))
+        _run(tiles, p, operands, d_key, d_value, d_query, parts=parts)
+        if parts is not None:
+            hopper_bwd_parts.join(form, parts, d_key, d_value)
         return d_query[...], d_key[...], d_value[...]
 
     def leave(left, operands, turn, d_key_ref, d_value_ref):
@@ -110,28 +118,29 @@ def _run(
     d_query_ref: Any = None,
     *,
     sums: Any = None,
+    parts: Any = None,
     left: LeftScores | None = None,
     visits: Visits | None = None,
     turn: Int[Array, " 1"] | None = None,
 ):
     """Writes dK and dV, or adds to them for a part of the query heads; and adds to dQ or gives back dS.
 
-    With `sums` it writes dQ, of what it sums up there.
+    With `sums` it writes dQ, of what it sums up there; to `parts` go dK and dV of pieces that are cut.
     """
     form = Form.of(p, tiles, operands, left)
     order, schedule = form.order, form.schedule
     if operands.q_span is not None and hopper_bwd_pieces.ranks(order):
         schedule = hopper_bwd_pieces.longest_first(p, operands.q_span, order)
     given = operands, None if schedule is None else jnp.asarray(schedule), visits, turn
-    written = [x for x in (d_key_ref, d_value_ref, d_query_ref, sums) if x is not None]
+    written = [x for x in (d_key_ref, d_value_ref, d_query_ref, sums, parts) if x is not None]
     arrays, tree = jax.tree.flatten(given)
 
     def attention_backward(*refs, **scratch):
         inputs: Any
         inputs, schedule_ref, visits_ref, turn_ref = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-        # The last of the results, but for dQ's sums, is dQ or dS for it.
-        d_key_ref, d_value_ref, last_ref, *sums_refs = refs[tree.num_leaves :]
-        sums_ref = sums_refs[0] if sums_refs else None
+        # The last of the results, but for dQ's sums or parts of dK and dV, is dQ or dS for it.
+        d_key_ref, d_value_ref, last_ref, *others = refs[tree.num_leaves :]
+        sums_ref, parts_ref = others[0] if sums is not None else None, others[0] if parts is not None else None
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         if tiles.cluster > 1:
             block = block * tiles.cluster + lax.axis_index("rank")
@@ -141,7 +150,7 @@ def _run(
 
         first_pair = jnp.int32(0) if left is None else left.first_pair(turn_ref)
         some_heads = form.heads, 0 if left is None else left.first_head(turn_ref)
-        piece_of = functools.partial(Piece.of, p, tiles, order, mask, inputs, first_pair, some_heads)
+        piece_of = functools.partial(Piece.of, p, tiles, order, mask, inputs, first_pair, some_heads, form.cut)
 
         def each_piece(role, before):
             """The last `before = role(piece, turn, before)`, from what `before` makes; `turn` counts the pieces."""
@@ -167,7 +176,7 @@ def _run(
         def _compute():
             plgpu.set_max_registers(240, action="increase")
             own = pl.ds(warpgroup * ROWS, ROWS)
-            role = Role(form, inputs, s, mask, logits, last_ref, sums_ref, visits_ref, warpgroup, own)
+            role = Role(form, inputs, s, mask, logits, last_ref, sums_ref, parts_ref, visits_ref, warpgroup, own)
 
             def gradients(piece: Piece, turn, before: Before):
                 keys = pl.ds(piece.kv_index * KV_TILE + warpgroup * ROWS, ROWS)
@@ -177,8 +186,6 @@ def _run(
                 if p.dropout_rate:
                     d_value = d_value * logits.survived
                 d_key = d_key * p.scale
-                if not form.sums:
-                    d_key, d_value = d_key.astype(p.dtype), d_value.astype(p.dtype)
                 send(role, piece, keys, (d_key_ref, d_key), (d_value_ref, d_value), before.steps)
                 return before
 

@@ -15,7 +15,7 @@ from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention import hopper_bwd_pieces
 from fast_layers.ops.attention.config import CLUSTER_LAG, HopperBackwardTiles, sees_all
-from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE
+from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE, Cut
 from fast_layers.ops.attention.hopper_bwd_scores import LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_grad_parts import Operands, summed_dtype
@@ -44,6 +44,8 @@ class Form:
     order: TileOrder
     schedule: np.ndarray | None
     """Of the pieces, for a persistent grid."""
+    cut: Cut | None
+    """Of the last pieces, if they are cut by their queries."""
 
     @classmethod
     def of(cls, p: Problem, tiles: HopperBackwardTiles, operands: Operands, left: LeftScores | None) -> Form:
@@ -53,10 +55,12 @@ class Form:
         bytes_per_head = heads * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
         fits_first = hopper_bwd_pieces.fits_first(p, tiles, kv_tiles)
         order = hopper_bwd_pieces.piece_order(pairs, kv_tiles, bytes_per_head, fits_first)
-        schedule = hopper_bwd_pieces.schedule(p, tiles, order) if qk_dim == v_dim else None
+        cut = Cut.of(p, tiles, order)
+        schedule = hopper_bwd_pieces.schedule(p, tiles, order, cut) if qk_dim == v_dim else None
         if tiles.whole_heads:
             order, schedule = hopper_bwd_pieces.by_head(p, tiles)
-        return cls(p, tiles, qk_dim, v_dim, left, operands.units is not None, order, schedule)
+        cut = None if schedule is None else cut
+        return cls(p, tiles, qk_dim, v_dim, left, operands.units is not None, order, schedule, cut)
 
     @property
     def persistent(self) -> bool:
@@ -234,6 +238,8 @@ class Role(NamedTuple):
     """dQ in the GPU's memory, or its sums, or dS for it."""
     sums_ref: Any
     """dQ's sums where they are made in order."""
+    parts_ref: Any
+    """dK and dV of pieces that are cut, as `hopper_bwd_parts.empty`."""
     visits: Any
     warpgroup: Any
     own: Any

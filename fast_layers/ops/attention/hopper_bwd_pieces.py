@@ -36,6 +36,14 @@ _PIECES_TOGETHER = 2 * HOPPER_SMS
 _SHORT_TILES = 8
 _MANY_PIECES = 12 * HOPPER_SMS
 """The rows and pieces for which an H200 was timed to be faster with groups that fit in its cache: bench/NOTES.md."""
+_CUT_DEPTH = 64
+"""At which pieces are cut by their queries."""
+_MOST_PARTS = 16
+"""Of a piece, which a warpgroup adds up in its registers."""
+_CUT_GAINS = 0.8
+"""Of the time that the pieces left take whole, what they may take cut."""
+_JOIN_COST = 3.0
+"""Of the kernel that adds them up, in the time of a step."""
 _MANY_TILES = 64
 """Of keys, from which on pieces are put in order where the mask tells their length in the call only."""
 _MOST_RANKED = 2048
@@ -71,11 +79,40 @@ def steps_of_each(p: Problem, q_tile: int, order: TileOrder) -> np.ndarray:
     return steps[np.arange(order.total) % (order.group * order.tiles) // order.group]
 
 
-def schedule(p: Problem, tiles: HopperBackwardTiles, order: TileOrder) -> np.ndarray | None:
+class Cut(NamedTuple):
+    """How the last pieces are cut by their queries, so that blocks end together (hopper_bwd_parts.py)."""
+
+    whole: int
+    """So many pieces are not cut; behind them the parts of the others are counted."""
+    pieces: int
+    parts: int
+    """Of each piece."""
+    steps: int
+    """Of a part, for each query head."""
+
+    @classmethod
+    def of(cls, p: Problem, tiles: HopperBackwardTiles, order: TileOrder) -> Cut | None:
+        """Where pieces are alike, and those that are left when all blocks have taken as many are done sooner so."""
+        depths, alike = (p.qk_dim, p.v_dim), sees_all(p) and tiles.sums_d_query and tiles.panels == 1
+        if not alike or depths != (_CUT_DEPTH, _CUT_DEPTH) or not 0 < tiles.blocks < order.total:
+            return None
+        rest, q_tiles = order.total % tiles.blocks, -(-p.q_len // tiles.q_tile)
+
+        def takes(parts: int) -> float:
+            rounds = -(-rest * parts // tiles.blocks)
+            return rounds * (p.group * q_tiles / parts + _PIECE_COST) + (_JOIN_COST if parts > 1 else 0)
+
+        parts = min((n for n in range(1, _MOST_PARTS + 1) if q_tiles % n == 0), key=takes)
+        return cls(order.total - rest, rest, parts, q_tiles // parts) if takes(parts) < _CUT_GAINS * takes(1) else None
+
+
+def schedule(p: Problem, tiles: HopperBackwardTiles, order: TileOrder, cut: Cut | None = None) -> np.ndarray | None:
     """Which pieces each block of a persistent grid takes, as `deal` says it; None for one block a piece."""
     if not 0 < tiles.blocks < order.total <= MOST_DEALT_PIECES or not known_before_the_call(p):
         return None
     steps = steps_of_each(p, tiles.q_tile, order)
+    if cut is not None:
+        steps = np.append(steps[: cut.whole], np.full(cut.pieces * cut.parts, p.group * cut.steps))
     # With a piece without steps the keys before the last would be in use still.
     return deal(steps + _PIECE_COST, tiles.blocks) if steps.min() > 0 else None
 
@@ -154,6 +191,9 @@ class Piece(NamedTuple):
     full: tuple[Any, Any]
     start: Any
     """The query tile that comes first, before those behind it and then those before it."""
+    part: Any = None
+    """Of all pieces that are cut, or less than 0; then the piece goes through (last - first) query tiles from `start`
+    on."""
 
     @classmethod
     def of(
@@ -165,9 +205,14 @@ class Piece(NamedTuple):
         inputs: Any,
         first_pair: Any,
         heads: tuple[int, Any],
+        cut: Cut | None,
         index: Any,
     ) -> Piece:
         """`heads`: how many of those that share a key/value head, and the first of them."""
+        part: Any = None
+        if cut is not None:
+            part = index - cut.whole
+            index = jnp.where(part < 0, index, cut.whole + lax.div(part, cut.parts))
         pair, kv_index = order.locate(index)
         example, kv_head = lax.div(first_pair + pair, p.kv_heads), lax.rem(first_pair + pair, p.kv_heads)
         first, last = mask.query_span(example, kv_index, inputs.q_span)
@@ -185,9 +230,12 @@ class Piece(NamedTuple):
         # Where they leave dS instead, they share what they load.
         keeps_apart = sees_all(p) and tiles.sums_d_query
         start = lax.div(kv_index * last, order.tiles) if keeps_apart else first
+        if cut is not None:
+            start = jnp.where(part < 0, start, lax.rem(part, cut.parts) * cut.steps)
+            last = jnp.where(part < 0, last, cut.steps)
         first_head = kv_head * p.group + heads[1]
         place = pair, example, kv_head, first_head, kv_index
-        return cls(p, mask, at_start, apart, heads[0], *place, first, last, full, start)
+        return cls(p, mask, at_start, apart, heads[0], *place, first, last, full, start, part)
 
     @classmethod
     def visited(
@@ -240,5 +288,6 @@ class Piece(NamedTuple):
     def _from_start(self, i: Any) -> Any:
         if not sees_all(self.problem):
             return i
+        last = self.last if self.part is None else -(-self.problem.q_len // self.mask.q_tile)
         i += self.start
-        return jnp.where(i < self.last, i, i - self.last)
+        return jnp.where(i < last, i, i - last)

@@ -5,6 +5,7 @@ By way of slots in shared memory that nobody needs at the time, then by TMA.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.ops.attention import hopper_bwd_parts
 from fast_layers.ops.attention.hopper_bwd_form import WARPGROUPS, Role
 from fast_layers.ops.attention.hopper_bwd_pieces import Piece
 
@@ -24,16 +26,24 @@ def send(
     d_value: tuple[Any, jax.Array],
     steps: Any,
 ) -> None:
-    """The gradients of a warpgroup's 64 keys, `rows` of the arrays that stand before them: those of all keys in the
-    GPU's memory, in float32 if `Form.sums`.
+    """The gradients of a warpgroup's 64 keys in float32, `rows` of the arrays that stand before them: those of all keys
+    in the GPU's memory, in float32 if `Form.sums`.
 
     `steps`: of the block up to now.
     """
-    form = role.form
+    form, exact = role.form, (d_key[1], d_value[1])
+    if not form.sums:
+        d_key, d_value = ((to, x.astype(form.problem.dtype)) for to, x in (d_key, d_value))
     if form.sums or (form.persistent and not form.lags):
         _through_scores(role, piece, rows, (d_value, d_key), steps)
     elif form.persistent:
-        _through_sums(role, piece, rows, (d_value, d_key))
+        plgpu.barrier_arrive(role.scratch.kv_consumed)
+        whole = functools.partial(_through_sums, role, piece, rows, (d_value, d_key))
+        if piece.part is None:
+            whole()
+        else:
+            pl.when(piece.part < 0)(whole)
+            pl.when(piece.part >= 0)(lambda: hopper_bwd_parts.send(role, piece.part, exact))
     else:
         _through_inputs(role, piece, rows, d_key, d_value)
 
@@ -79,7 +89,6 @@ def _through_inputs(role: Role, piece: Piece, rows: Any, d_key: Any, d_value: An
 def _through_sums(role: Role, piece: Piece, rows: Any, both: Any) -> None:
     """By way of the slots of dQ, or of those that dQ leaves by, so that the next K and V may come in."""
     form, s = role.form, role.scratch
-    plgpu.barrier_arrive(s.kv_consumed)
     panel = form.panel
     parts = [(to, i * panel, x[:, i * panel : (i + 1) * panel]) for to, x in both for i in range(form.panels)]
     slots = s.result_slots.at[role.warpgroup]

@@ -218,6 +218,50 @@ def test_each_tile_of_keys_of_a_head_has_one_block_and_its_turn(cluster, causal)
         assert [tile for _, tile in together] == ([3, 2, 1, 0] if causal else [0, 1, 2, 3]) * (len(together) // 4)
 
 
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "heads", "options", "cut"),
+    [
+        (2048, 2048, 32, {}, (4, 16, 1)),
+        (4096, 2048, 32, {}, (4, 16, 2)),
+        (2048, 2048, 16, {}, None),  # 68: whatever their parts, these take a round
+        (2048, 2048, 28, {}, (20, 4, 4)),
+        (2048, 1600, 33, {}, None),  # as many for each block
+        (2000, 2048, 32, {}, (4, 16, 1)),
+        (90, 2048, 32, {}, None),  # one tile of queries
+        (1024, 2048, 33, {"is_causal": True}, None),
+        (2048, 2048, 32, {"key_value_seq_lengths": np.full(8, 100)}, None),
+    ],
+    ids=str,
+)
+def test_pieces_that_are_left_are_cut(q_len, kv_len, heads, options, cut):
+    """Each part of each of them has its turn, and blocks end together."""
+
+    def choose(query, key):
+        inputs, aux, given, _ = api._prepare(query, key, key, **options)
+        chosen.append(given.problem(inputs, aux))
+
+    chosen: list[Problem] = []
+    shapes = (8, q_len, heads, 64), (8, kv_len, heads, 64)
+    jax.eval_shape(choose, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    (problem,) = chosen
+    tiles = HopperBackwardTiles(128, blocks=HOPPER_SMS)
+    order = hopper_bwd_pieces.TileOrder(8 * heads, -(-kv_len // 128), 8)
+    found = hopper_bwd_pieces.Cut.of(problem, tiles, order)
+    assert (found and found[1:]) == cut
+    schedule = hopper_bwd_pieces.schedule(problem, tiles, order, found)
+    if found is None or schedule is None:
+        return
+    assert found.whole + found.pieces == order.total
+    assert found.parts * found.steps * tiles.q_tile >= q_len
+    taken = [row[1 : row[0] + 1] for row in schedule]
+    assert sorted(itertools.chain(*taken)) == list(range(found.whole + found.pieces * found.parts))
+    steps = [sum(-(-q_len // 128) if piece < found.whole else found.steps for piece in pieces) for pieces in taken]
+    whole = order.total // HOPPER_SMS * -(-q_len // 128)
+    assert min(steps) >= whole
+    assert max(steps) <= whole + 3 * found.steps
+    assert max(steps) < whole + -(-q_len // 128)
+
+
 def _backward_tiles(q_len, kv_len, depth, options) -> HopperBackwardTiles:
     def choose(query, key, value):
         inputs, aux, given, _ = api._prepare(query, key, value, **options)

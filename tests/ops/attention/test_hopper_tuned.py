@@ -210,7 +210,7 @@ def test_what_is_timed_has_the_mask_that_it_is_filed_under(monkeypatch):
 
 
 def test_the_rules_tiles_are_of_what_is_timed():
-    by_rule = {mask: tune.rule("backward", 64, mask, 16384, 1) for mask in tune.MASKS}
+    by_rule = {mask: tune.rule("backward", 64, mask, 16384, 8) for mask in tune.MASKS}
     assert by_rule == {
         mask: HopperBackwardTiles.of(_problem(16384, 64, heads=32, **options)) for mask, options in OPTIONS.items()
     }
