@@ -192,8 +192,8 @@ class Piece(NamedTuple):
     start: Any
     """The query tile that comes first, before those behind it and then those before it."""
     part: Any = None
-    """Of all pieces that are cut, or less than 0; then the piece goes through (last - first) query tiles from `start`
-    on."""
+    """Which it is of all parts of pieces that are cut, less than 0 for a whole piece, None where none are cut. A part's
+    query tiles are those from `start` on."""
 
     @classmethod
     def of(
