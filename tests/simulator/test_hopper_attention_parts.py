@@ -45,6 +45,7 @@ def test_parts_add_up(name, monkeypatch):
 # In the text of hopper_bwd_parts.py: dK and dV of a part, then a sum.
 FAULTS = {
     "part not committed": ("commit_smem #1", "write of SMEM"),
+    "dQ overwritten": ("read wait_smem_to_gmem #1", "write of SMEM"),
     "slot overwritten": ("read wait_smem_to_gmem #2", "write of SMEM"),
     "sum not committed": ("commit_smem #3", "write of SMEM"),
 }

@@ -73,7 +73,9 @@ _MOST_TWO_SLOT_TILES = 4
 1,024 and 2,048 tokens and within windows, and at 512 was not."""
 _MOST_SHALLOW_TILES = 64
 """Of keys, for a persistent grid of the backward at depths up to 64 without a mask; where that leaves few pieces to be
-cut (hopper_bwd_parts.py), twice as many."""
+cut, twice as many."""
+CUT_DEPTH = 64
+"""At which pieces of the backward are cut by their queries (hopper_bwd_parts.py)."""
 LONGEST_D_QUERY_APART = {64: 512, 128: 16_384}
 """By depth, the most queries and keys."""
 WHOLE_HEADS_DEPTH = 64
@@ -633,7 +635,8 @@ class HopperBackwardTiles:
         d_query_apart = short and timed and apart_tiles.leaves_d_scores(p)
         holds_keys = d_query_apart and may_hold
         if shallow:
-            few_left = p.batch * p.kv_heads * kv_tiles % HOPPER_SMS <= HOPPER_SMS // 8
+            may_cut = p.qk_dim == p.v_dim == CUT_DEPTH
+            few_left = may_cut and 0 < p.batch * p.kv_heads * kv_tiles % HOPPER_SMS <= HOPPER_SMS // 8
             gains = band is not None or kv_tiles <= _MOST_SHALLOW_TILES * (2 if few_left else 1)
         else:
             gains = band is None or (d_query_apart if band.low is None else p.group == 1)

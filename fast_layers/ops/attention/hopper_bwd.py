@@ -63,7 +63,7 @@ from fast_layers.ops.attention.config import HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_form import WARPGROUPS, Before, Form, Role, Scratch
 from fast_layers.ops.attention.hopper_bwd_load import load
 from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE, Piece
-from fast_layers.ops.attention.hopper_bwd_scores import LeftScores, gradients
+from fast_layers.ops.attention.hopper_bwd_scores import gradients
 from fast_layers.ops.attention.hopper_bwd_send import send
 from fast_layers.ops.attention.hopper_bwd_steps import through_queries
 from fast_layers.ops.attention.hopper_bwd_visits import Visits
@@ -85,7 +85,8 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         clusters, q_len = hopper_bwd_pieces.clusters(p, tiles), round_up(p.q_len, tiles.q_tile)
         shape = hopper_bwd_sums.sums_shape(clusters, p.group, q_len, tiles.panels, query.shape[-1])
         results = [jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value, query)]
-        _run(tiles, p, operands, *results, sums=jax.new_ref(lax.empty(shape, jnp.float32)))
+        form = Form.of(p, tiles, operands, None)
+        _run(form, operands, *results, sums=jax.new_ref(lax.empty(shape, jnp.float32)))
         d_key, d_value, d_query = (result[...] for result in results)
         return d_query, d_key, d_value
     if not tiles.d_query_apart:
@@ -95,13 +96,14 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         d_key, d_value = (jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value))
         form = Form.of(p, tiles, operands, None)
         parts = None if form.cut is None else jax.new_ref(hopper_bwd_parts.empty(form))
-        _run(tiles, p, operands, d_key, d_value, d_query, parts=parts)
+        _run(form, operands, d_key, d_value, d_query, parts=parts)
         if parts is not None:
             hopper_bwd_parts.join(form, parts, d_key, d_value)
         return d_query[...], d_key[...], d_value[...]
 
     def leave(left, operands, turn, d_key_ref, d_value_ref):
-        (d_scores,) = _run(tiles, p, operands, d_key_ref, d_value_ref, left=left, visits=visits, turn=turn)
+        form = Form.of(p, tiles, operands, left)
+        (d_scores,) = _run(form, operands, d_key_ref, d_value_ref, visits=visits, turn=turn)
         return d_scores
 
     visits = None if operands.mask is None else Visits.of(p, operands.mask, operands.broken_queries)
@@ -110,8 +112,7 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
 
 
 def _run(
-    tiles: HopperBackwardTiles,
-    p: Problem,
+    form: Form,
     operands: Operands,
     d_key_ref: Any,
     d_value_ref: Any,
@@ -119,7 +120,6 @@ def _run(
     *,
     sums: Any = None,
     parts: Any = None,
-    left: LeftScores | None = None,
     visits: Visits | None = None,
     turn: Int[Array, " 1"] | None = None,
 ):
@@ -127,8 +127,7 @@ def _run(
 
     With `sums` it writes dQ, of what it sums up there; to `parts` go dK and dV of pieces that are cut.
     """
-    form = Form.of(p, tiles, operands, left)
-    order, schedule = form.order, form.schedule
+    p, tiles, left, order, schedule = form.problem, form.tiles, form.left, form.order, form.schedule
     if operands.q_span is not None and hopper_bwd_pieces.ranks(order):
         schedule = hopper_bwd_pieces.longest_first(p, operands.q_span, order)
     given = operands, None if schedule is None else jnp.asarray(schedule), visits, turn

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 
 from fast_layers.kernel_parts.tile_order import TileOrder, deal, schedule_of
 from fast_layers.ops.attention.config import (
+    CUT_DEPTH,
     HOPPER_SMS,
     MOST_DEALT_PIECES,
     HopperBackwardTiles,
@@ -36,14 +37,12 @@ _PIECES_TOGETHER = 2 * HOPPER_SMS
 _SHORT_TILES = 8
 _MANY_PIECES = 12 * HOPPER_SMS
 """The rows and pieces for which an H200 was timed to be faster with groups that fit in its cache: bench/NOTES.md."""
-_CUT_DEPTH = 64
-"""At which pieces are cut by their queries."""
 _MOST_PARTS = 16
 """Of a piece, which a warpgroup adds up in its registers."""
 _CUT_GAINS = 0.8
 """Of the time that the pieces left take whole, what they may take cut."""
 _JOIN_COST = 3.0
-"""Of the kernel that adds them up, in the time of a step."""
+"""Of the kernel that adds them up, in the time of a step; like the gain, reckoned, not timed."""
 _MANY_TILES = 64
 """Of keys, from which on pieces are put in order where the mask tells their length in the call only."""
 _MOST_RANKED = 2048
@@ -94,7 +93,7 @@ class Cut(NamedTuple):
     def of(cls, p: Problem, tiles: HopperBackwardTiles, order: TileOrder) -> Cut | None:
         """Where pieces are alike, and those that are left when all blocks have taken as many are done sooner so."""
         depths, alike = (p.qk_dim, p.v_dim), sees_all(p) and tiles.sums_d_query and tiles.panels == 1
-        if not alike or depths != (_CUT_DEPTH, _CUT_DEPTH) or not 0 < tiles.blocks < order.total:
+        if not alike or depths != (CUT_DEPTH, CUT_DEPTH) or not 0 < tiles.blocks < order.total:
             return None
         rest, q_tiles = order.total % tiles.blocks, -(-p.q_len // tiles.q_tile)
 

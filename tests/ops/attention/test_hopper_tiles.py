@@ -249,8 +249,9 @@ def test_pieces_that_are_left_are_cut(q_len, kv_len, heads, options, cut):
     found = hopper_bwd_pieces.Cut.of(problem, tiles, order)
     assert (found and found[1:]) == cut
     schedule = hopper_bwd_pieces.schedule(problem, tiles, order, found)
-    if found is None or schedule is None:
+    if found is None:
         return
+    assert schedule is not None
     assert found.whole + found.pieces == order.total
     assert found.parts * found.steps * tiles.q_tile >= q_len
     taken = [row[1 : row[0] + 1] for row in schedule]
@@ -260,6 +261,23 @@ def test_pieces_that_are_left_are_cut(q_len, kv_len, heads, options, cut):
     assert min(steps) >= whole
     assert max(steps) <= whole + 3 * found.steps
     assert max(steps) < whole + -(-q_len // 128)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_len", "depth", "blocks"),
+    [
+        (32, 8192, 64, HOPPER_SMS),
+        (32, 16384, 64, HOPPER_SMS),  # four are left
+        (16, 16384, 64, 0),  # 68
+        (33, 16384, 64, 0),  # none
+        (32, 16384, 32, 0),
+        (16, 32768, 64, 0),
+    ],
+)
+def test_long_rows_without_a_mask_have_persistent_blocks_where_few_pieces_are_left(heads, kv_len, depth, blocks):
+    of_heads = {"heads": heads, "kv_heads": heads, "qk_dim": depth, "v_dim": depth}
+    problem = dataclasses.replace(_backward_problem(2048, 1, False), kv_len=kv_len, **of_heads)
+    assert HopperBackwardTiles.of(problem).blocks == blocks
 
 
 def _backward_tiles(q_len, kv_len, depth, options) -> HopperBackwardTiles:
