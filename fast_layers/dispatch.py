@@ -8,12 +8,14 @@ shows the outcome for any function, `use_backends` (or the environment) steers i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
@@ -32,14 +34,16 @@ class Backend:
 
     `supports(problem, arch, pass_)` returns None, or the reason why not. `fwd` and `bwd` have the op's own
     signatures. `automatic=False` is taken only by name; so is what `by_name_only(problem, arch, pass_)` gives a reason
-    for. On the platforms in `fallback_on` a kernel is what users expect, and strict mode makes taking this backend an
-    error. JAX cannot differentiate the passes of what `is_kernel`; who asks for that is told so.
+    for. `fwd_saving` gives (what `fwd` does, what more this backend's `bwd` has a use for). On the platforms in
+    `fallback_on` a kernel is what users expect, and strict mode makes taking this backend an error. JAX cannot
+    differentiate the passes of what `is_kernel`; who asks for that is told so.
     """
 
     name: str
     supports: Callable[[Any, Arch, Pass], str | None]
     fwd: Callable[..., Any]
     bwd: Callable[..., Any]
+    fwd_saving: Callable[..., Any] | None = None
     automatic: bool = True
     by_name_only: Callable[[Any, Arch, Pass], str | None] = lambda problem, arch, pass_: None
     fallback_on: frozenset[str] = frozenset()
@@ -95,21 +99,42 @@ class Plan:
         first, *others = self.choices(pass_)
         return first.backend if all(c.backend is first.backend for c in others) else None
 
+    @property
+    def _saves(self) -> bool:
+        """Whether the likeliest forward may save more, since no other backward than its own would get it."""
+        backend = self.forward[0].backend
+        both = zip(self.forward, self.backward, strict=True)
+        own = all((forward.backend is backend) == (backward.backend is backend) for forward, backward in both)
+        return own and backend is not None and backend.fwd_saving is not None
+
     def run(self, pass_: Pass, *args: Any) -> Any:
         """Call the chosen backend's `fwd` or `bwd` as `f(problem, *args)`."""
-        # A kernel's results have types that vary over no mesh axis, whatever its operands vary over.
-        axes = frozenset().union(*map(varying_axes, jax.tree.leaves(args)))
+        return self._run(pass_, lambda backend: backend.fwd if pass_ == "forward" else backend.bwd, args)
 
+    def run_saving(self, *args: Any) -> tuple[Any, Any]:
+        """(`run("forward", *args)`, what more the backward gets, or None), by `fwd_saving` where there is one.
+
+        Where the call may be lowered for a device with another backend, that gives zeros for what more is saved.
+        """
+        if not self._saves:
+            return self.run("forward", *args), None
+        saving: Any = self.forward[0].require(self.op)
+        saved: Any = None
+        if self.sole_backend("forward") is None:
+            _, saved = jax.eval_shape(lambda *args: self._bound(saving, saving.fwd_saving, args)(*args), *args)
+
+        def method(backend: Backend):
+            if backend is saving:
+                return saving.fwd_saving
+            zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), saved)
+            return lambda *args: (backend.fwd(*args), zeros())
+
+        return self._run("forward", method, args)
+
+    def _run(self, pass_: Pass, method: Callable[[Backend], Callable[..., Any]], args: tuple[Any, ...]) -> Any:
         def bind(choice: Choice):
             backend = choice.require(self.op)
-            method = backend.fwd if pass_ == "forward" else backend.bwd
-
-            def call(*args: Any) -> Any:
-                if backend.is_kernel:
-                    args = _differentiated_once(self.op, backend.name, args)
-                return jax.tree.map(lambda x: vary_over(x, axes), method(self.problem, *args))
-
-            return call
+            return self._bound(backend, method(backend), args)
 
         likeliest, *others = self.choices(pass_)
         # A device that may never be lowered for does not get to raise, nor to add a branch.
@@ -118,6 +143,17 @@ class Plan:
             return bind(likeliest)(*args)
         branches = {c.arch.platform: bind(c) for c in others}
         return lax.platform_dependent(*args, default=bind(likeliest), **branches)
+
+    def _bound(self, backend: Backend, method: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
+        # A kernel's results have types that vary over no mesh axis, whatever its operands vary over.
+        axes = frozenset().union(*map(varying_axes, jax.tree.leaves(operands)))
+
+        def call(*args: Any) -> Any:
+            if backend.is_kernel:
+                args = _differentiated_once(self.op, backend.name, args)
+            return jax.tree.map(lambda x: vary_over(x, axes), method(self.problem, *args))
+
+        return call
 
 
 def _differentiated_once(op: str, name: str, operands: Any) -> Any:

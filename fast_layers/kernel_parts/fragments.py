@@ -5,8 +5,6 @@ JAX's own stores exchange or copy registers, so that what a thread writes lies t
 
 Fragments are a tile in the order [16-column part, half, warp, row, column pair, 8-column part, 2], in which a thread
 has 16 bytes of a row at a time, and a warp 512 bytes that lie together.
-
-Each function that JAX's simulator of Mosaic GPU knows nothing of has a stand-in for it, `simulated`.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float
 
+from fast_layers.kernel_parts.inline import THREADS, divided, simulate_by, thread, times
 from fast_layers.kernel_parts.smem_tile import smem_tile
 
 ROWS = 64
 _FACTOR_COLUMNS = 64
 _WIDTH = 256
-_THREADS = 128
 _WGMMA = plgpu.Layout.WGMMA
 _BY_ROW = _WGMMA.reduce(1)
 
@@ -54,7 +52,7 @@ def store_fragments(slot: Any, tile: Float[Array, "64 C"], units: Float[Array, "
     def simulated(tile, units=None):
         return to_fragments(tile if units is None else jnp.rint(tile * units[:, None]).astype(jnp.int32))
 
-    _simulated(store, simulated)
+    simulate_by(store, simulated)
     given = [tile] if units is None else [tile, units]
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(_WGMMA, _BY_ROW)[: len(given)]))(store)(slot, *given)
 
@@ -76,7 +74,7 @@ def load_fragments(ref: Any, columns: int) -> Array:
                 two_pairs[i] = vector.from_elements(two, numbers)
         return array
 
-    _simulated(load, from_fragments)
+    simulate_by(load, from_fragments)
     returned = plgpu.ShapeDtypeStruct(shape, dtype, layout=_WGMMA)
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=returned)(load)(ref)
 
@@ -99,11 +97,11 @@ def store_factor(tile: Any, x: Array) -> None:
 
     def store(_, ref, array):
         i32 = ir.IntegerType.get_signless(32)
-        warp, lane = _divided(_thread(), 32)
-        matrix, row = _divided(lane, 8)  # each thread gives the address of a row of one of four matrices of 8 x 8
-        chunk, half = _divided(matrix, 2)
-        at_row = arith.addi(_times(arith.addi(_times(warp, 2), half), 8 * 128), _times(row, 128))
-        place = arith.addi(at_row, _times(arith.xori(row, chunk), 16))
+        warp, lane = divided(thread(), 32)
+        matrix, row = divided(lane, 8)  # each thread gives the address of a row of one of four matrices of 8 x 8
+        chunk, half = divided(matrix, 2)
+        at_row = arith.addi(times(arith.addi(times(warp, 2), half), 8 * 128), times(row, 128))
+        place = arith.addi(at_row, times(arith.xori(row, chunk), 16))
         # The swizzle of an address, which wants no register of its own for each of the four.
         start = arith.addi(llvm.ptrtoint(i32, utils.memref_ptr(ref)), place)
         for at, registers in enumerate(array.registers.reshape(-1, 4)):
@@ -111,14 +109,9 @@ def store_factor(tile: Any, x: Array) -> None:
             ptx = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, ptx, "r,r,r,r,r,~{memory}", has_side_effects=True)
 
-    _simulated(store, lambda x: x)
+    simulate_by(store, lambda x: x)
     transforms = smem_tile(ROWS, _FACTOR_COLUMNS, dtype=x.dtype).transforms
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), _WGMMA))(store)(tile, x)
-
-
-def _simulated(fn: Any, stand_in: Any) -> None:
-    """What the simulator has `fn` do: of a reference's numbers if it returns some, else of the arrays behind it."""
-    fn.simulated = stand_in
 
 
 def _sixteen_bytes(registers: Any) -> list[tuple[Any, int]]:
@@ -130,23 +123,9 @@ def _sixteen_bytes(registers: Any) -> list[tuple[Any, int]]:
 def _place(ref: Any) -> Any:
     """Where in memory this thread has its `at`-th 16 bytes."""
     i32 = ir.IntegerType.get_signless(32)
-    start = utils.getelementptr(utils.memref_ptr(ref), [_times(_thread(), 4)], i32)
-    return lambda at: utils.getelementptr(start, [at * 4 * _THREADS], i32)
+    start = utils.getelementptr(utils.memref_ptr(ref), [times(thread(), 4)], i32)
+    return lambda at: utils.getelementptr(start, [at * 4 * THREADS], i32)
 
 
 def _nearest(x: Any) -> Any:
     return llvm.inline_asm(ir.IntegerType.get_signless(32), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f")
-
-
-def _thread() -> Any:
-    """Of a warpgroup."""
-    return arith.remui(utils.thread_idx(), utils.c(_THREADS, ir.IntegerType.get_signless(32)))
-
-
-def _divided(x: Any, by: int) -> tuple[Any, Any]:
-    factor = utils.c(by, x.type)
-    return arith.divui(x, factor), arith.remui(x, factor)
-
-
-def _times(x: Any, factor: int) -> Any:
-    return arith.muli(x, utils.c(factor, x.type))

@@ -223,9 +223,12 @@ def _attend(plan: dispatch.Plan, inputs: Inputs, aux: Aux):
 
 
 def _attend_fwd(plan: dispatch.Plan, inputs: Inputs, aux: Aux):
-    out, lse = plan.run("forward", inputs, aux)
-    out, lse = (checkpoint_name(x, name) for x, name in zip((out, lse), RESIDUAL_NAMES, strict=True))
-    return (out, lse), Residuals(inputs, aux, out, lse)
+    (out, lse), sizes = plan.run_saving(inputs, aux)
+    of_out, of_lse = RESIDUAL_NAMES
+    out, lse = checkpoint_name(out, of_out), checkpoint_name(lse, of_lse)
+    if sizes is not None:
+        sizes = checkpoint_name(sizes, of_lse)  # small as lse is
+    return (out, lse), Residuals(inputs, aux, out, lse, sizes)
 
 
 @_own_rank_promotion

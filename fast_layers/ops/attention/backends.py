@@ -6,7 +6,14 @@ from fast_layers.dispatch import Backend
 from fast_layers.ops.attention import blackwell_call, cudnn, hopper_call, reference, xla
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("hopper", hopper_call.supports, hopper_call.forward, hopper_call.backward, is_kernel=True),
+    Backend(
+        "hopper",
+        hopper_call.supports,
+        hopper_call.forward,
+        hopper_call.backward,
+        fwd_saving=hopper_call.forward_saving,
+        is_kernel=True,
+    ),
     Backend(
         "blackwell",
         blackwell_call.supports,

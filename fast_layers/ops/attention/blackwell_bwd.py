@@ -83,7 +83,7 @@ def attend_grad(
     tiles = BlackwellBackwardTiles.of(p) if tiles is None else tiles
     if reason := tiles.misfit(p):
         raise ValueError(f"{tiles}: {reason}; leave the choice to BlackwellBackwardTiles.of")
-    inputs, aux, out, lse = residuals
+    inputs, aux, out, lse, _ = residuals
     query, key, value = inputs.query, inputs.key, inputs.value
     sees_none = lse == -jnp.inf
     if p.mask != MaskFacts():

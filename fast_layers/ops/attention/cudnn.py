@@ -218,7 +218,7 @@ def forward(problem: Problem, inputs: Inputs, aux: Aux):
 def backward(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array) -> Inputs:
     """Gradients of all inputs. `d_lse` is 0: the caller has no lse to differentiate (see `_backward_objection`)."""
     p = problem
-    inputs, aux, out, lse = residuals
+    inputs, aux, out, lse, _ = residuals
     query, key, value, bias, _ = inputs
     if p.mask == MaskFacts():
         grads = _bind_backward(p, query, key, value, bias, None, lse, out, d_out)

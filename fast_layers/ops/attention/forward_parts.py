@@ -54,10 +54,11 @@ def attend(
     aux: Aux,
     rows: int,
     choose: Callable[[Problem], Any],
-    launch: Callable[[Any, int, Problem, Operands], tuple[Array, Array]],
+    launch: Callable[[Any, int, Problem, Operands], tuple[Array, ...]],
     packs_in_kernel: Callable[[Any, Problem], bool] = lambda tiles, problem: False,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
-    """(out, lse) by `launch(tiles, group, problem, operands)`, which multiplies `rows` queries at once.
+) -> tuple[Array, ...]:
+    """(out, lse, what else it gives) by `launch(tiles, group, problem, operands)`, which multiplies `rows` queries at
+    once.
 
     `choose(problem)` gives the tiles. Both get the problem that the kernel sees, with heads packed into rows or not.
     So does `packs_in_kernel(tiles, problem)`: whether the kernel finds each group's heads in [B, T, N, H] by itself.
@@ -84,11 +85,11 @@ def attend(
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile),
     )
     group = problem.group if packs else 1
-    out, lse = over_batch(functools.partial(launch, tiles, group), SHARED)(p, operands)
+    out, lse, *others = over_batch(functools.partial(launch, tiles, group), SHARED)(p, operands)
     out = out[..., : problem.v_dim]
     if sinks is not None and tiles.splits > 1:
         out, lse = split_kv.join_sinks(out, lse, sinks)
-    return out.astype(problem.dtype), lse
+    return out.astype(problem.dtype), lse, *others
 
 
 def _sinks_by_row(sinks: Float[Array, " N"], p: Problem, q_tile: int) -> Float[Array, "1 N T|1"]:
@@ -251,35 +252,39 @@ class Work:
         schedule: Any = None,
         turn: Any = 0,
         steps: Any = 0,
-    ) -> tuple[Any, Any]:
-        """`role(piece, turn, steps)` for all of the block's pieces; a `schedule` lies in the GPU's memory.
+        state: tuple[Any, ...] = (),
+    ) -> tuple[Any, ...]:
+        """`role(piece, turn, steps, *state)` for all of the block's pieces; a `schedule` lies in the GPU's memory.
 
-        `turn` and `steps` count the pieces and the key tiles before each, from what is given. Returns those after all.
+        `turn` and `steps` count the pieces and the key tiles before each, from what is given. Returns those after all,
+        and the `state` of which a role that has some gives the next.
         """
         turn, steps = jnp.int32(turn), jnp.int32(steps)
         # Plus a 0 that compilers cannot know: what depends on the block stays inside a loop around this one.
         block = lax.axis_index("block") + jnp.minimum(steps, 0)
 
-        def take(i, index, steps):
+        def take(i, index, carry):
+            steps, *state = carry
             taken = self.piece(mask, index)
-            role(taken, turn + i, steps)
-            return steps + taken.span.tiles
+            state = role(taken, turn + i, steps, *state) or ()
+            return steps + taken.span.tiles, *state
 
         def scheduled(i, carry):
-            index, steps = carry
+            index, *carry = carry
             following = schedule[block, i + 2]  # loaded long before it is needed
-            return following, take(i, index, steps)
+            return following, *take(i, index, carry)
 
+        carry = steps, *state
         if self.is_persistent and schedule is not None:
             count = schedule[block, 0]
-            _, steps = lax.fori_loop(0, count, scheduled, (schedule[block, 1], steps))
-            return turn + count, steps
+            _, *carry = lax.fori_loop(0, count, scheduled, (schedule[block, 1], *carry))
+            return turn + count, *carry
         if self.is_persistent:
             count = turns(self.order.total, block, self.blocks)
-            steps = lax.fori_loop(0, count, lambda i, steps: take(i, snake(i, block, self.blocks), steps), steps)
-            return turn + count, steps
+            carry = lax.fori_loop(0, count, lambda i, carry: take(i, snake(i, block, self.blocks), carry), carry)
+            return turn + count, *carry
         if self.tiles.splits == 1:
-            return turn + 1, take(0, block, steps)
+            return turn + 1, *take(0, block, carry)
         taken = self.piece(mask, block)
         has_keys = taken.span.first < taken.span.last
         pl.when(has_keys)(lambda: role(taken, turn, steps))
@@ -329,10 +334,23 @@ def keys_and_values(work: Work, inputs: Any, piece: Piece, j: Any) -> tuple[Any,
     return inputs.key.at[piece.example, keys, kv_head], inputs.value.at[piece.example, keys, kv_head]
 
 
-def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, steps, mends: bool = False) -> None:
+def load(
+    work: Work,
+    mask: TileMask,
+    inputs: Any,
+    s: Any,
+    piece: Piece,
+    turn,
+    steps,
+    *in_slots: Any,
+    mends: bool = False,
+    measure: Any = None,
+) -> Any:
     """The load warpgroup's part: K, Q and V in the order in which they are needed; `s` is the kernel's scratch.
 
-    If it `mends`, it looks for broken values in tiles that the mask cuts through, and mends them.
+    If it `mends`, it looks for broken values in tiles that the mask cuts through, and mends them. With `measure`
+    (hopper_fwd_sizes.py) it finds the sizes of some tiles when all have read them: `in_slots` are the places of those
+    that are there, from the oldest on. It gives back those after the piece.
     """
     tiles, span = work.tiles, piece.span
     together: Any = {"collective_axes": "rank"} if work.cluster > 1 else {}
@@ -340,7 +358,7 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
     def wait_for_slot(step, consumed):
         pl.when(step >= tiles.stages)(lambda: plgpu.barrier_wait(consumed.at[lax.rem(step, tiles.stages)]))
 
-    def load_kv(i, first=False):
+    def load_kv(i, first=False, in_slots=in_slots):
         step, j = steps + i, work.tile_at(span, i)
         slot = lax.rem(step, tiles.stages)
         k_ref, v_ref = keys_and_values(work, inputs, piece, j)
@@ -356,10 +374,14 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
                 pl.when(~looks)(lambda: plgpu.copy_gmem_to_smem(ref, slot_ref, ready))
 
         wait_for_slot(step, s.k_consumed)
+        if measure is not None:
+            measure.key(in_slots[0], k_slot)
         copy(k_ref, k_slot, s.k_ready.at[slot])
         if first:
             load_query(work, inputs, s, piece, turn)
         wait_for_slot(step, s.v_consumed)
+        if measure is not None:
+            measure.value(in_slots[0], v_slot)
         copy(v_ref, v_slot, s.v_ready.at[slot])
         if looks is not None:
 
@@ -371,8 +393,10 @@ def load(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, turn, st
                 plgpu.barrier_arrive(s.k_ready.at[slot])
                 plgpu.barrier_arrive(s.v_ready.at[slot])
 
-    load_kv(0, first=True)
-    lax.fori_loop(1, span.tiles, lambda i, _: load_kv(i), None)
+        return () if measure is None else (*in_slots[1:], measure.place(piece, j))
+
+    in_slots = load_kv(0, first=True)
+    return lax.fori_loop(1, span.tiles, lambda i, in_slots: load_kv(i, in_slots=in_slots), in_slots)
 
 
 def join_sink(state: OnlineSoftmax, sinks: Any, piece: Piece, rows: Any, layout: Any) -> tuple[OnlineSoftmax, Any]:

@@ -33,7 +33,7 @@ from fast_layers.ops.attention.xla import sink_gradient
 def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array, tiles: Any = None) -> Inputs:
     """Gradients of all inputs, in the inputs' dtypes; `tiles` of the class for the depth."""
     p = problem
-    inputs, aux, out, lse = residuals
+    inputs, aux, out, lse, sizes = residuals
     tiles = tuned.find(p, "backward") if tiles is None else tiles
     deep = max(p.qk_dim, p.v_dim) > MAX_SHALLOW_DEPTH
     if deep:
@@ -53,7 +53,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         query = finite_or_zero(query)
         d_out = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, finite_or_zero(d_out))
         lse = jnp.where(broken & ~sees_none, jnp.nan, lse)
-    rows, measured = None, hopper_bwd_rows.Operands(out, d_out, inputs.key, inputs.value)
+    rows, measured = None, hopper_bwd_rows.Operands(out, d_out, inputs.key, inputs.value, sizes)
     if not tiles.sums_d_query:
         delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     elif hopper_bwd_rows.takes(p, tiles.q_tile, qk_dim):
@@ -104,6 +104,14 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         bias=None if inputs.bias is None else _bias_gradient(p, inputs, aux, operands),
         sinks=None if inputs.sinks is None else sink_gradient(inputs.sinks, lse, delta),
     )
+
+
+def wants_sizes(p: Problem) -> bool:
+    """Whether the backward would have to find the sizes of keys and values itself."""
+    if max(p.qk_dim, p.v_dim) > MAX_SHALLOW_DEPTH:
+        return False
+    tiles = (tuned.find(p, "backward") or HopperBackwardTiles.of(p)).for_call(p)
+    return tiles.sums_d_query and hopper_bwd_rows.takes(p, tiles.q_tile, padded_depth(p.qk_dim, tiles.depth_multiple))
 
 
 def _bias_gradient(p: Problem, inputs: Inputs, aux: Aux, operands: Operands) -> Array:

@@ -1,16 +1,17 @@
 """What attention's backward for Hopper (sm_90a) must know of each row before it starts.
 
-Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, D depth.
+Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, D depth; J tiles of keys.
 
 In the kernel each warpgroup goes through tiles of 64 rows of one head by itself, up to 128 columns at a time, and loads
-them two ahead: keys and values first, then out and d_out, in whose turns it also writes dQ's zeros. It waits for memory
-alone.
+them two ahead: keys and values first, if the forward has not found their sizes, then out and d_out, in whose turns it
+also writes dQ's zeros. It waits for memory alone.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from fast_layers.kernel_parts.row_sizes import sizes_of
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.ops.attention.config import HOPPER_SMS
 from fast_layers.ops.attention.hopper_call import ROWS
@@ -39,6 +41,8 @@ class Operands(NamedTuple):
     d_out: Float[Array, "B T N D"]
     key: Float[Array, "B S K D"]
     value: Float[Array, "B S K D"]
+    sizes: Float[Array, "B K J 2 S/J"] | None = None
+    """As `Residuals` has them: then keys and values are not read."""
 
 
 class RowSums(NamedTuple):
@@ -51,7 +55,7 @@ class RowSums(NamedTuple):
     key_size: Float[Array, "B K S"]
     value_size: Float[Array, "B K S"]
     value_length: Float[Array, "B K S"]
-    """inf or NaN where the value has such."""
+    """Or more than that; inf or NaN where the value has such."""
     d_query: Array | None
     """Zeros, to be added to; [B, T, N, D]."""
 
@@ -63,7 +67,7 @@ def takes(p: Problem, q_tile: int, qk_dim: int) -> bool:
 
 
 def row_sums_by_xla(operands: Operands) -> RowSums:
-    """Without dQ's zeros."""
+    """Without dQ's zeros, and of keys and values themselves."""
     out, d_out, value = (x.astype(jnp.float32) for x in (operands.out, operands.d_out, operands.value))
 
     def length(x):
@@ -72,15 +76,9 @@ def row_sums_by_xla(operands: Operands) -> RowSums:
     value_length = length(value)
     # A sum of squares may be infinite though the numbers are not; a maximum may lose a NaN, which that sum shows.
     value_size = jnp.where(jnp.isnan(value_length), jnp.inf, jnp.abs(value).max(-1))
-    by_row = (out * d_out).sum(-1), length(finite_or_zero(d_out)), _sizes(operands.key), value_size, value_length
+    key_size = sizes_of(operands.key).astype(jnp.float32)
+    by_row = (out * d_out).sum(-1), length(finite_or_zero(d_out)), key_size, value_size, value_length
     return RowSums(*(x.swapaxes(1, 2) for x in by_row), d_query=None)
-
-
-def _sizes(x: Float[Array, "B S K D"]) -> Float[Array, "B S K"]:
-    """By their bits, of which no maximum loses a NaN."""
-    bits = lax.bitcast_convert_type(x, jnp.uint16) & 0x7FFF
-    of_row = lax.bitcast_convert_type(bits.max(-1), x.dtype).astype(jnp.float32)
-    return jnp.where(of_row < jnp.inf, of_row, jnp.inf)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
@@ -91,18 +89,22 @@ def row_sums(summed_dtype: Any, p: Problem, operands: Operands) -> RowSums:
     parts, zero_rows = depth // columns, _ZEROS // depth
     most_tiles = p.batch * max(p.q_len * p.heads, p.kv_len * p.kv_heads) // ROWS
     blocks = min(-(-most_tiles // WARPGROUPS), HOPPER_SMS)
+    read = [operands.out, operands.d_out]
+    if operands.sizes is None:
+        read += operands.key, operands.value
 
     def attention_backward_rows(*refs, slots, row_slots, zeros, ready, zeros_made):
-        inputs, results = Operands(*refs[: len(Operands._fields)]), RowSums(*refs[len(Operands._fields) :])
+        queries, keys = refs[:2], refs[2 : len(read)]
+        *to, zeros_ref = refs[len(read) :]
         warpgroup = lax.axis_index("warpgroup")
         worker, workers = lax.axis_index("block") * WARPGROUPS + warpgroup, blocks * WARPGROUPS
 
-        def each_tile(first_ref, second_ref, of_rows: Callable[..., Any], to: tuple[Any, ...], zeros_to: Any = None):
-            """`of_rows(first, second, before)` go `to` these arrays, the root of the last, and zeros to one more.
+        def each_tile(both: Sequence[Any], sums: Callable[..., Any], to: Sequence[Any], zeros_to: Any = None):
+            """`sums(first, second, before)` go `to` these arrays, the root of the last, and zeros to one more.
 
             `before` are those of the columns before, if there are such.
             """
-            batch, length, heads, _ = first_ref.shape
+            batch, length, heads, _ = both[0].shape
             tiles = length // ROWS
             total = batch * tiles * heads
             count = lax.div(total - worker + (workers - 1), workers)
@@ -120,7 +122,7 @@ def row_sums(summed_dtype: Any, p: Problem, operands: Operands) -> RowSums:
                 example, rows, head = place(lax.div(part, parts))
                 of_part = pl.ds(lax.rem(part, parts) * columns, columns)
                 at = slot_of(part)
-                for i, ref in enumerate((first_ref, second_ref)):
+                for i, ref in enumerate(both):
                     plgpu.copy_gmem_to_smem(ref.at[example, rows, head, of_part], slots.at[at, i], ready.at[at])
 
             def step(turn, _):
@@ -132,7 +134,7 @@ def row_sums(summed_dtype: Any, p: Problem, operands: Operands) -> RowSums:
                     first, second = (plgpu.load(slots.at[at, i], layout=WGMMA) for i in range(2))
                     plgpu.commit_smem()  # read by all, before the next are written
                     pl.when(part + _STAGES < count * parts)(functools.partial(fetch, part + _STAGES))
-                    found = of_rows(first.astype(jnp.float32), second.astype(jnp.float32), found)
+                    found = sums(first.astype(jnp.float32), second.astype(jnp.float32), found)
                 *numbers, squares = found
                 example, rows, head = place(turn)
                 # Those of the turn before may still be on their way.
@@ -176,31 +178,34 @@ def row_sums(summed_dtype: Any, p: Problem, operands: Operands) -> RowSums:
         plgpu.commit_smem()
         plgpu.barrier_arrive(zeros_made)
         plgpu.barrier_wait(zeros_made)
-        each_tile(inputs.key, inputs.value, of_keys, results[2:5])
-        each_tile(inputs.out, inputs.d_out, of_queries, results[:2], results.d_query)
+        if keys:
+            each_tile(keys, of_keys, to[2:])
+        each_tile(queries, of_queries, to[:2], zeros_ref)
 
     def rows(heads, length):
         return jax.ShapeDtypeStruct((p.batch, heads, length), jnp.float32)
 
-    of_key = rows(p.kv_heads, p.kv_len)
-    return RowSums(
-        *plgpu.kernel(
-            attention_backward_rows,
-            out_type=(
-                *[rows(p.heads, p.q_len)] * 2,
-                *[of_key] * 3,
-                jax.ShapeDtypeStruct((p.batch, p.q_len, p.heads, depth), summed_dtype),
-            ),
-            grid=(blocks,),
-            grid_names=("block",),
-            num_threads=WARPGROUPS,
-            thread_name="warpgroup",
-            scratch_types={
-                "slots": smem_tile(WARPGROUPS * _STAGES, 2, ROWS, columns, dtype=p.dtype),
-                "row_slots": plgpu.SMEM((WARPGROUPS, 2, 3, ROWS), jnp.float32),
-                "zeros": plgpu.SMEM((zero_rows, depth), summed_dtype),
-                "ready": plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS * _STAGES),
-                "zeros_made": plgpu.Barrier(num_arrivals=WARPGROUPS),
-            },
-        )(*operands)
-    )
+    of_queries_types = [rows(p.heads, p.q_len)] * 2
+    of_keys_types = [rows(p.kv_heads, p.kv_len)] * 3 if operands.sizes is None else []
+    zeros_type = jax.ShapeDtypeStruct((p.batch, p.q_len, p.heads, depth), summed_dtype)
+    delta, d_out_length, *of_keys, d_query = plgpu.kernel(
+        attention_backward_rows,
+        out_type=(*of_queries_types, *of_keys_types, zeros_type),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        scratch_types={
+            "slots": smem_tile(WARPGROUPS * _STAGES, 2, ROWS, columns, dtype=p.dtype),
+            "row_slots": plgpu.SMEM((WARPGROUPS, 2, 3, ROWS), jnp.float32),
+            "zeros": plgpu.SMEM((zero_rows, depth), summed_dtype),
+            "ready": plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS * _STAGES),
+            "zeros_made": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        },
+    )(*read)
+    if operands.sizes is not None:
+        by_tile = (operands.sizes[..., i, :].astype(jnp.float32) for i in range(2))
+        key_size, value_size = (x.reshape(p.batch, p.kv_heads, p.kv_len) for x in by_tile)
+        of_keys = key_size, value_size, value_size * math.sqrt(depth)
+    key_size, value_size, value_length = of_keys
+    return RowSums(delta, d_out_length, key_size, value_size, value_length, d_query)

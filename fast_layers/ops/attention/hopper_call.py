@@ -29,6 +29,16 @@ def forward(problem: Problem, inputs: Inputs, aux: Aux):
     return hopper_fwd.attend(problem, inputs, aux)
 
 
+def forward_saving(problem: Problem, inputs: Inputs, aux: Aux):
+    """((out, lse), the sizes of `Residuals`, or None where the backward has no use for them)."""
+    from fast_layers.ops.attention import hopper_bwd_call, hopper_fwd
+
+    if hopper_fwd.measures(problem) and hopper_bwd_call.wants_sizes(problem):
+        out, lse, sizes = hopper_fwd.attend_measuring(problem, inputs, aux)
+        return (out, lse), sizes
+    return hopper_fwd.attend(problem, inputs, aux), None
+
+
 def backward(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array) -> Inputs:
     """Gradients of all inputs, in the inputs' dtypes."""
     from fast_layers.ops.attention import hopper_bwd_call

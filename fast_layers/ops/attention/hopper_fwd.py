@@ -18,6 +18,8 @@ tiles of queries, and load one half of each tile of keys and values, for both.
 
 With `last_keys_first` j counts from the last tile of keys that a block sees: only that one has hidden scores.
 
+For a backward that needs them, the load warpgroup also finds the sizes of keys and values (`hopper_fwd_sizes.py`).
+
 `held_columns` of Q are read once, into registers, so that scores(j) reads fewer bytes of shared memory.
 
 With `first_maximum` a row's weights are relative to the maximum of its first tile of keys; no later one is asked for.
@@ -31,6 +33,7 @@ Sources: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024);
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -44,12 +47,13 @@ from fast_layers.kernel_parts.first_maximum_softmax import FirstMaximumSoftmax, 
 from fast_layers.kernel_parts.lane_softmax import LaneSoftmax
 from fast_layers.kernel_parts.online_softmax import OnlineSoftmax
 from fast_layers.kernel_parts.smem_tile import smem_tile
-from fast_layers.ops.attention import forward_parts, tuned
-from fast_layers.ops.attention.config import HopperForwardTiles, dealt_in_the_call, sees_all
+from fast_layers.ops.attention import forward_parts, hopper_fwd_sizes, tuned
+from fast_layers.ops.attention.config import HopperForwardTiles, dealt_in_the_call, packs_heads, sees_all
 from fast_layers.ops.attention.forward_parts import Operands, Piece, Work, join_sink, load, see_nothing
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_fwd_again import load_again, over_keys_again
 from fast_layers.ops.attention.hopper_fwd_scores import dropped, log2_logits
+from fast_layers.ops.attention.hopper_fwd_sizes import Measure
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, Span, TileMask, by_row
@@ -57,23 +61,47 @@ from fast_layers.ops.attention.tile_mask import WGMMA, Span, TileMask, by_row
 BY_ROW = WGMMA.reduce(1)
 _BROKEN, _LOST = 1.0, 2.0
 """What a row of results is found to be: no finite numbers; such or others for weights beyond the range of floats."""
+_KEYS_BEFORE_WAIT = 48
+"""Of a tile, without a mask, where sizes are measured, which changes what ptxas makes of the rest: bench/NOTES.md."""
 _LEAST_ROUNDS = 6
 """Of pieces for all blocks, in a group of heads whose mask is told by arrays: fewer do not come out even."""
 
 
 def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles | None = None):
     """(out [B, T, N, V], lse [B, N, T]); `tiles` for the queries as the kernel gets them, with heads packed or not."""
+    return _attend(problem, inputs, aux, functools.partial(_tiles, tiles), _launch)
+
+
+def attend_measuring(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperForwardTiles | None = None):
+    """(out, lse, the sizes of `Residuals`), for what `measures` says yes to."""
 
     def choose(p: Problem) -> HopperForwardTiles:
-        return (HopperForwardTiles.of(p, tuned.find(p, "forward")) if tiles is None else tiles).for_mask(p)
+        chosen = _tiles(tiles, p)
+        return dataclasses.replace(chosen, keys_before_wait=_KEYS_BEFORE_WAIT) if sees_all(p) else chosen
 
-    return forward_parts.attend(problem, inputs, aux, ROWS, choose, _launch, HopperForwardTiles.packs_in_kernel)
+    return _attend(problem, inputs, aux, choose, functools.partial(_launch, measures=True))
+
+
+def measures(problem: Problem) -> bool:
+    """Whether the forward of a call can find the sizes of its keys and values."""
+    return not packs_heads(problem, ROWS) and hopper_fwd_sizes.takes(problem, _tiles(None, problem))
+
+
+def _attend(problem: Problem, inputs: Inputs, aux: Aux, choose: Any, launch: Any):
+    return forward_parts.attend(problem, inputs, aux, ROWS, choose, launch, HopperForwardTiles.packs_in_kernel)
+
+
+def _tiles(tiles: HopperForwardTiles | None, p: Problem) -> HopperForwardTiles:
+    return (HopperForwardTiles.of(p, tuned.find(p, "forward")) if tiles is None else tiles).for_mask(p)
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operands):
-    """(out [B, T, N, V], lse [B, N, T]), where the kernel's rows are `group` heads of each query."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="measures")
+def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operands, measures: bool = False):
+    """(out [B, T, N, V], lse [B, N, T]), where the kernel's rows are `group` heads of each query.
+
+    If it `measures`, the sizes of keys and values, too.
+    """
     qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
     wgs, ring, kv_tile = tiles.compute_wgs, tiles.stages, tiles.kv_tile
     rounds = _LEAST_ROUNDS if dealt_in_the_call(p) and not p.mask.lengths_only else 0
@@ -87,7 +115,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
 
     def attention_forward(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-        *schedule_ref, out_ref, lse_ref = refs[tree.num_leaves :]
+        *schedule_ref, out_ref, lse_ref, sizes_ref = (*refs[tree.num_leaves :], *([] if measures else [None]))
         warpgroup = lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, tiles.q_tile, kv_tile, inputs.mask, logits)
@@ -108,7 +136,11 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         @pl.when(warpgroup == wgs)
         def _load():
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
-            turn, steps = each_piece(functools.partial(load, work, mask, inputs, s))
+            measure = Measure(work, mask, sizes_ref) if measures else None
+            role = functools.partial(load, work, mask, inputs, s, measure=measure)
+            turn, steps, *in_slots = each_piece(role, state=() if measure is None else measure.nothing)
+            if measure is not None:
+                measure.rest(s, steps, tuple(in_slots))
             if judges(mask):
 
                 def load_all_again(zero, _):
@@ -410,9 +442,10 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         schedule = [work.schedule_by(operands.mask)]
     elif work.is_persistent:
         schedule = [jnp.asarray(work.schedule())]
-    out, lse = plgpu.kernel(
+    sizes_type = [jax.ShapeDtypeStruct(hopper_fwd_sizes.shape(p), p.dtype)] if measures else []
+    out, lse, *sizes = plgpu.kernel(
         attention_forward,
-        out_type=work.out_type,
+        out_type=(*work.out_type, *sizes_type),
         grid=(work.blocks,),
         grid_names=("block",),
         **cluster_options,
@@ -421,7 +454,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
     )(*jax.tree.leaves(operands), *schedule)
-    return work.combine(out, lse, group)
+    return *work.combine(out, lse, group), *(hopper_fwd_sizes.by_head(p, x) for x in sizes)
 
 
 class _Scratch(NamedTuple):

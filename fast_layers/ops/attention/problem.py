@@ -131,12 +131,16 @@ class Residuals(NamedTuple):
 
     lse is the natural logarithm of the softmax denominator, sink included, in `Problem.accumulator_dtype`; it is
     -inf, and out is 0, for a row that sees no key.
+
+    `sizes` are there where Hopper's forward found them for its backward: by J tiles of keys the largest magnitude in
+    each key, then in each value; inf where a number is NaN or inf.
     """
 
     inputs: Inputs
     aux: Aux
     out: Float[Array, "B T N V"]
     lse: Float[Array, "B N T"]
+    sizes: Float[Array, "B K J 2 S/J"] | None = None
 
 
 def finite_or_zero(x: Array) -> Array:

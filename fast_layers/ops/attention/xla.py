@@ -134,7 +134,7 @@ def _add_sink(p: Problem, sinks, row_max, row_sum, acc):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(p: Problem, tiles: XlaTiles, residuals: Residuals, d_out: Array, d_lse: Array) -> Inputs:
-    inputs, aux, out, lse = residuals
+    inputs, aux, out, lse, _ = residuals
     tiled = _tile(p, tiles, inputs, aux, kv_heads_first=False)
     loops = _loops(p, tiles, tiled, transposed=True)
     like = functools.partial(vary_over, axes=varying_axes(tiled.query))

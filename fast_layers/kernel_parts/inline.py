@@ -1,0 +1,34 @@
+"""What functions have in common that a kernel has inline, in the compiler's own terms, for `plgpu.inline_mgpu`.
+
+JAX's simulator of Mosaic GPU knows nothing of what they do, so each has a stand-in for it, `simulated`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+THREADS = 128
+"""Of a warpgroup."""
+
+
+def simulate_by(fn: Any, stand_in: Any) -> None:
+    """What the simulator has `fn` do: of a reference's numbers if it returns some, else of the arrays behind it."""
+    fn.simulated = stand_in
+
+
+def thread() -> Any:
+    """Of a warpgroup."""
+    return arith.remui(utils.thread_idx(), utils.c(THREADS, ir.IntegerType.get_signless(32)))
+
+
+def divided(x: Any, by: int) -> tuple[Any, Any]:
+    factor = utils.c(by, x.type)
+    return arith.divui(x, factor), arith.remui(x, factor)
+
+
+def times(x: Any, factor: int) -> Any:
+    return arith.muli(x, utils.c(factor, x.type))
