@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -522,3 +523,81 @@ class TestLowering:
         np.testing.assert_allclose(_loss(X), _loss(X, implementation="reference"), rtol=1e-5)
         grads = jax.grad(_loss)(X), jax.grad(_loss)(X, implementation="reference")
         np.testing.assert_allclose(*grads, rtol=1e-4, atol=1e-5)
+
+
+class TestSaving:
+    """A forward that saves more for its own backward, which others never see."""
+
+    @staticmethod
+    def _saving(platform=None, forward_alone=False):
+        """A backend for one platform, or all: its gradients are the inputs times what it saved; what its bwd got."""
+        seen = []
+
+        def supports(problem, arch, pass_):
+            if forward_alone and pass_ == "backward":
+                return "has no backward"
+            return None if platform in (None, arch.platform) else f"runs on {platform}, not on {arch}"
+
+        def saving(problem, inputs, aux):
+            return reference.forward(problem, inputs, aux), jnp.full((3,), 7.0)
+
+        def fwd(problem, inputs, aux):
+            return reference.forward(problem, inputs, aux)
+
+        def bwd(problem, residuals, d_out, d_lse):
+            seen.append(residuals.sizes)
+            factor = 0.0 if residuals.sizes is None else residuals.sizes.sum()
+            return jax.tree.map(lambda x: x * factor, residuals.inputs)
+
+        return Backend("saving", supports, fwd, bwd, fwd_saving=saving), seen
+
+    def test_its_own_backward_gets_it(self, backends):
+        saving, seen = self._saving()
+        backends(saving)
+        np.testing.assert_allclose(jax.grad(_fresh(_loss))(X), 63 * X, rtol=1e-5)  # query, key and value are X
+        assert [x.shape for x in seen] == [(3,)]
+
+    def test_no_other_backward_does(self, backends):
+        saving, seen = self._saving(forward_alone=True)
+        other, calls = _fake("other", _only("backward"))
+        backends(saving, other)
+        plan = dispatch.plan("op", api.BACKENDS, *_problem_and_none())
+        inputs, aux = _inputs()
+        _, saved = plan.run_saving(inputs, aux)
+        assert saved is None
+        grads = jax.grad(_fresh(_loss))(X), jax.grad(_loss)(X, implementation="reference")
+        np.testing.assert_allclose(*grads, rtol=1e-4, atol=1e-5)
+        assert (seen, calls) == ([], ["backward"])
+
+    @pytest.mark.parametrize("here", [True, False])
+    def test_wherever_it_is_lowered(self, backends, here):
+        """With another backend for other platforms; what is likeliest to run elsewhere saves nothing anywhere."""
+        cpu = jax.default_backend() == "cpu"
+        saving, seen = self._saving("cpu" if cpu == here else "cuda")
+        backends(saving)
+        wanted = 63 * X if here else jax.grad(_loss)(X, implementation="reference")
+        np.testing.assert_allclose(jax.jit(jax.grad(_fresh(_loss)))(X), wanted, rtol=1e-4, atol=1e-5)
+        assert [x is not None for x in seen] == [here]
+
+    def test_saved_by_name_under_remat(self, backends):
+        """What is saved has lse's name, so that the forward does not run again for it."""
+        saving, _ = self._saving()
+        runs = []
+        counted = dataclasses.replace(saving, fwd_saving=lambda *args: (runs.append(1), saving.fwd_saving(*args))[1])
+        backends(counted)
+        named = jax.checkpoint_policies.save_only_these_names(*fast_layers.ATTENTION_RESIDUAL_NAMES)
+        loss = jax.checkpoint(_fresh(_loss), policy=named)
+        text = str(jax.make_jaxpr(jax.grad(loss))(X))
+        plain = str(jax.make_jaxpr(jax.grad(_fresh(_loss)))(X))
+        assert runs
+        assert text.count("dot_general") == plain.count("dot_general")
+
+
+def _inputs():
+    inputs, aux, _, _ = api._prepare(X, X, X, is_causal=True)
+    return inputs, aux
+
+
+def _problem_and_none():
+    inputs, aux, options, _ = api._prepare(X, X, X, is_causal=True)
+    return options.problem(inputs, aux), None

@@ -88,13 +88,16 @@ SOFTCAP = {"softcap": 30.0}
 DROPOUT = {"dropout_rate": 0.1}
 EVERYTHING = {"is_causal": True, "softcap": 30.0, "sinks": np.zeros(16, np.float32), "local_window_size": (1024, 0)}
 FEW_HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 8, "batch": 1}
-"""Too few to leave their dS in groups."""
+"""Too few to leave their dS in groups without a mask."""
+TWO_HEADS: dict[str, Any] = {"heads": 2, "kv_heads": 2, "batch": 1}
+"""Likewise under a causal mask."""
 BATCHES = {
     "shallow": {
         "d64 full": Call(heads=32, kv_heads=32, qk_dim=64, cut=True),
         "d64 causal, spans of their own": Call(512, qk_dim=64, batch=8, whole_heads=True, options=CAUSAL),
         "d64 full, clusters": Call(1024, qk_dim=64, batch=8, whole_heads=True),
         "d64 causal": Call(qk_dim=64, options=CAUSAL),
+        "d64 full, sizes of keys": Call(2048, heads=32, kv_heads=32, qk_dim=64, batch=8, cut=True),
         "d64 segments": Call(kv_heads=4, qk_dim=64, segments=True, options=CAUSAL),
         "d64 everything": Call(kv_heads=4, qk_dim=64, segments=True, options=EVERYTHING),
         "d80 causal, odd length": Call(2047, qk_dim=80, options=CAUSAL),
@@ -109,7 +112,7 @@ BATCHES = {
         "d256 segments": Call(kv_heads=4, qk_dim=256, segments=True, options=CAUSAL),
     },
     "more forms": {
-        "d128 causal": Call(**FEW_HEADS, options=CAUSAL),
+        "d128 causal": Call(**TWO_HEADS, options=CAUSAL),
         "d128 causal, grouped, odd length": Call(2047, kv_heads=4, options=CAUSAL),
         "d128 full, grouped, in parts": Call(16384, heads=32, kv_heads=8, batch=1, leaves_d_scores=True),
         "d128 segments": Call(kv_heads=4, segments=True, options=CAUSAL),
@@ -138,7 +141,7 @@ BATCHES = {
         "d128 causal, short, dQ apart": Call(1024, batch=8, leaves_d_scores=True, options=CAUSAL),
         "d128 full, odd length": Call(2047),
         "d128 full, softcap": Call(options=SOFTCAP, leaves_d_scores=True),
-        "d128 any order": Call(**FEW_HEADS, options=CAUSAL | ANY_ORDER),
+        "d128 any order": Call(**TWO_HEADS, options=CAUSAL | ANY_ORDER),
     },
     "padded depths": {
         "d32 causal": Call(256, heads=4, kv_heads=2, qk_dim=32, options=CAUSAL),
@@ -188,14 +191,15 @@ SPILLS = {
     "d64 full, clusters": (0, 40),
     "d64 full, few heads": (0, 0, 0),
     "d64 full": (0, 52, 0),
+    "d64 full, sizes of keys": (0, 58, 0),
     "d64 causal, spans of their own": (10, 40),
     "d64 causal, two warpgroups": (0, 40),
     "d64 causal, whole grouped heads": (10, 63),
     "d64 window, spans of their own": (24, 72),
     "d64 softcap": (24, 670),
-    "d64 causal": (10, 67),
-    "d64 causal, grouped": (10, 120),
-    "d64 any order": (10, 40),
+    "d64 causal": (24, 67),
+    "d64 causal, grouped": (24, 120),
+    "d64 any order": (24, 40),
     "d64 segments": (0, 240),
     "d64 everything": (8, 940),
     "d80 causal, odd length": (32, 80),

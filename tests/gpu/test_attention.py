@@ -18,6 +18,8 @@ import refusals
 import fast_layers
 from fast_layers.arch import lowering_targets
 from fast_layers.dispatch import PASSES
+from fast_layers.kernel_parts.row_sizes import sizes_of
+from fast_layers.ops.attention import api, hopper_call
 from fast_layers.ops.attention.backends import BACKENDS
 from fast_layers.testing import check_parity
 from fast_layers.testing.closeness import assert_bitwise_equal, assert_close, judge
@@ -139,6 +141,73 @@ CUT = {
 def test_pieces_that_are_cut(backend, name, dtype):
     table = check_parity(backends=[backend], cases={name: CUT[name]}, dtypes=[dtype])
     refusals.settle(backend, table)
+
+
+# Depth 64, at lengths at which Hopper's forward finds for its backward how large each key and value is.
+MEASURED = {
+    "causal": (2048, 12, 12, True),
+    "causal, grouped heads": (2304, 12, 4, True),
+    "full": (2048, 12, 12, False),
+    "full, grouped heads": (1280, 54, 27, False),
+}
+
+
+def _measured(name, dtype, broken=None):
+    """(query, key, value, d_out); with one broken number in a key and in a value of each example."""
+    length, heads, kv_heads, _ = MEASURED[name]
+    rng = np.random.default_rng(0)
+    query, key, value, d_out = (
+        rng.normal(size=(2, length, n, 64)).astype(np.float32) for n in (heads, kv_heads, kv_heads, heads)
+    )
+    if broken is not None:
+        key[0, length - 300, 1, 63], value[1, length - 300, 0, 17] = broken, broken
+    return tuple(jnp.asarray(x, dtype) for x in (query, key, value, d_out))
+
+
+@pytest.mark.parametrize("broken", [None, np.nan, -np.inf], ids=["finite", "NaN", "inf"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", MEASURED)
+def test_sizes_that_hoppers_forward_finds(name, dtype, broken):
+    query, key, value, _ = _measured(name, dtype, broken)
+    _refused("hopper", query, key, value)
+    inputs, aux, options, _ = api._prepare(query, key, value, is_causal=MEASURED[name][3])
+    problem = options.problem(inputs, aux)
+    (out, lse), sizes = jax.jit(functools.partial(hopper_call.forward_saving, problem))(inputs, aux)
+    wanted = jnp.stack([sizes_of(x).swapaxes(1, 2) for x in (key, value)], 2)
+    assert np.isinf(wanted).sum() == (0 if broken is None else 2)
+    np.testing.assert_array_equal(sizes.swapaxes(2, 3).reshape(wanted.shape), wanted)
+    if not problem.mask.describe().startswith("none"):  # without a mask its tiles wait at another place
+        assert_bitwise_equal((out, lse), jax.jit(functools.partial(hopper_call.forward, problem))(inputs, aux))
+
+
+def _measured_gradients(implementation, name, query, key, value, d_out):
+    op = functools.partial(
+        fast_layers.dot_product_attention, is_causal=MEASURED[name][3], implementation=implementation
+    )
+    return jax.device_get(jax.jit(lambda *x: jax.vjp(op, *x[:3])[1](x[3]))(query, key, value, d_out))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", MEASURED)
+def test_gradients_by_sizes_that_the_forward_found(name, dtype):
+    operands = _measured(name, dtype)
+    _refused("hopper", *operands[:3])
+    got, yardstick = (_measured_gradients(x, name, *operands) for x in ("hopper", "reference"))
+    with jax.enable_x64(True):
+        oracle = _measured_gradients("reference", name, *(x.astype(jnp.float64) for x in operands))
+    for of, *each in zip(("query", "key", "value"), got, oracle, yardstick, strict=True):
+        assert_close(*each, name=of)
+
+
+@pytest.mark.parametrize("broken", [np.nan, -np.inf], ids=["NaN", "inf"])
+@pytest.mark.parametrize("name", [name for name in MEASURED if name.startswith("causal")])
+def test_a_broken_key_that_the_forward_found_spoils_nobody_before_it(name, broken):
+    whole, operands = _measured(name, jnp.bfloat16), _measured(name, jnp.bfloat16, broken)
+    _refused("hopper", *operands[:3])
+    want, got = (np.asarray(_measured_gradients("hopper", name, *x)[0], np.float32) for x in (whole, operands))
+    first = MEASURED[name][0] - 300
+    assert not np.isfinite(got[:, first:]).all((1, 2, 3)).any()
+    np.testing.assert_allclose(got[:, :first], want[:, :first], rtol=2**-7, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", KERNELS)
