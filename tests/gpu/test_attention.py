@@ -165,8 +165,10 @@ def _measured(name, dtype, broken=None):
 
 
 @pytest.mark.parametrize("broken", [None, np.nan, -np.inf], ids=["finite", "NaN", "inf"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, jnp.bfloat16) for name in MEASURED] + [(name, jnp.float16) for name in MEASURED if "causal" in name],
+)
 def test_sizes_that_hoppers_forward_finds(name, dtype, broken):
     query, key, value, _ = _measured(name, dtype, broken)
     _refused("hopper", query, key, value)
@@ -176,8 +178,10 @@ def test_sizes_that_hoppers_forward_finds(name, dtype, broken):
     wanted = jnp.stack([sizes_of(x).swapaxes(1, 2) for x in (key, value)], 2)
     assert np.isinf(wanted).sum() == (0 if broken is None else 2)
     np.testing.assert_array_equal(sizes.swapaxes(2, 3).reshape(wanted.shape), wanted)
-    if not problem.mask.describe().startswith("none"):  # without a mask its tiles wait at another place
-        assert_bitwise_equal((out, lse), jax.jit(functools.partial(hopper_call.forward, problem))(inputs, aux))
+    if MEASURED[name][3]:  # without a mask the last bits differ, since a tile is weighed in other parts
+        alone = jax.jit(functools.partial(hopper_call.forward, problem))(inputs, aux)
+        for got, want in zip((out, lse), alone, strict=True):
+            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
 def _measured_gradients(implementation, name, query, key, value, d_out):
@@ -204,10 +208,15 @@ def test_gradients_by_sizes_that_the_forward_found(name, dtype):
 def test_a_broken_key_that_the_forward_found_spoils_nobody_before_it(name, broken):
     whole, operands = _measured(name, jnp.bfloat16), _measured(name, jnp.bfloat16, broken)
     _refused("hopper", *operands[:3])
-    want, got = (np.asarray(_measured_gradients("hopper", name, *x)[0], np.float32) for x in (whole, operands))
+    got, yardstick = (
+        _measured_gradients("hopper", name, *operands)[0],
+        _measured_gradients("reference", name, *whole)[0],
+    )
+    with jax.enable_x64(True):
+        oracle = _measured_gradients("reference", name, *(x.astype(jnp.float64) for x in whole))[0]
     first = MEASURED[name][0] - 300
-    assert not np.isfinite(got[:, first:]).all((1, 2, 3)).any()
-    np.testing.assert_allclose(got[:, :first], want[:, :first], rtol=2**-7, atol=1e-4)
+    assert not np.isfinite(got[:, first:].astype(np.float32)).all((1, 2, 3)).any()
+    assert_close(got[:, :first], oracle[:, :first], yardstick[:, :first], name="query")
 
 
 @pytest.mark.parametrize("backend", KERNELS)

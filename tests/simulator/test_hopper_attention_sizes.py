@@ -34,7 +34,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "causal, more queries than keys": (1, 640, 256, 1, 1, True, jnp.bfloat16, _CAUSAL),
     # More tiles of keys than of queries, and fewer.
     "full": (1, 384, 640, 1, 1, False, jnp.bfloat16, _FULL),
-    "full, one tile of keys": (1, 576, 128, 2, 1, False, jnp.float16, _FULL),
+    "full, one tile of keys": (1, 576, 128, 2, 1, False, jnp.bfloat16, _FULL),
 }
 
 

@@ -311,6 +311,8 @@ class HopperForwardTiles:
             raise ValueError(f"{self.last_keys_first=}: neither with parts of the keys nor with a cluster")
         if self.held_columns not in (0, *_HELD_COLUMNS) or (self.held_columns and self.compute_wgs != 2):
             raise ValueError(f"{self.held_columns=} must be 0, or with two warpgroups one of {_HELD_COLUMNS}")
+        if self.keys_before_wait and not self.first_maximum:
+            raise ValueError(f"{self.keys_before_wait=}: without first_maximum a tile is weighed in one piece")
         if self.keys_before_wait % 8 or not 0 <= self.keys_before_wait <= self.kv_tile:
             raise ValueError(f"{self.keys_before_wait=} must be a multiple of 8, {self.kv_tile} at most")
         if self.cluster not in (1, 2) or (self.cluster == 2 and (self.splits > 1 or self.own_spans or self.blocks % 2)):

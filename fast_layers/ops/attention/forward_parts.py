@@ -287,7 +287,11 @@ class Work:
             return turn + 1, *take(0, block, carry)
         taken = self.piece(mask, block)
         has_keys = taken.span.first < taken.span.last
-        pl.when(has_keys)(lambda: role(taken, turn, steps))
+
+        @pl.when(has_keys)
+        def _some_keys():
+            role(taken, turn, steps)
+
         pl.when(~has_keys)(lambda: without_keys(taken))
         return turn + 1, steps + taken.span.tiles
 

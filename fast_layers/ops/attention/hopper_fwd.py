@@ -77,7 +77,8 @@ def attend_measuring(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperFo
 
     def choose(p: Problem) -> HopperForwardTiles:
         chosen = _tiles(tiles, p)
-        return dataclasses.replace(chosen, keys_before_wait=_KEYS_BEFORE_WAIT) if sees_all(p) else chosen
+        retuned = sees_all(p) and chosen.keys_before_wait
+        return dataclasses.replace(chosen, keys_before_wait=_KEYS_BEFORE_WAIT) if retuned else chosen
 
     return _attend(problem, inputs, aux, choose, functools.partial(_launch, measures=True))
 

@@ -24,7 +24,8 @@ from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_mask import TileMask
 
 _MOST_UNMASKED_KEYS = 2048
-"""Without a mask the forward is slower by it, of more keys by as much as the backward is faster: bench/NOTES.md."""
+"""Without a mask the forward is slower by it, of more keys by as much as the backward is faster: bench/NOTES.md. In
+float16 it was not timed there."""
 
 
 def takes(p: Problem, tiles: HopperForwardTiles) -> bool:
@@ -36,7 +37,7 @@ def takes(p: Problem, tiles: HopperForwardTiles) -> bool:
     if tiles.splits > 1 or tiles.cluster > 1:
         return False
     if band is None:
-        return p.kv_len <= _MOST_UNMASKED_KEYS
+        return p.kv_len <= _MOST_UNMASKED_KEYS and tiles.first_maximum
     return tiles.last_keys_first and band.low is None and band.high is not None and p.q_len + band.high >= p.kv_len
 
 

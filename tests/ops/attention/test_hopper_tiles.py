@@ -18,6 +18,7 @@ from fast_layers.ops.attention import (
     hopper_bwd_deep,
     hopper_bwd_pieces,
     hopper_bwd_scores,
+    hopper_call,
     tuned,
 )
 from fast_layers.ops.attention.config import (
@@ -82,6 +83,7 @@ def test_warpgroups_of_the_deep_backward_ask_for_no_more_either():
         (lambda: HopperForwardTiles(2, 128, held_columns=192), "held_columns"),
         (lambda: HopperForwardTiles(3, 128, held_columns=64), "held_columns"),
         (lambda: HopperForwardTiles(2, 128, keys_before_wait=12), "keys_before_wait"),
+        (lambda: HopperForwardTiles(2, 128, keys_before_wait=16, first_maximum=False), "first_maximum"),
         (lambda: HopperForwardTiles(2, 64, keys_before_wait=128), "keys_before_wait"),
         (lambda: HopperBackwardTiles(96), "q_tile"),
         (lambda: HopperBackwardTiles(64, stages=0), "stages"),
@@ -558,3 +560,39 @@ def test_no_two_tiles_of_scores_lie_in_one_place(causal):
         for q_index in range(kv_index if causal else 0, 4)
     ]
     assert sorted(places) == list(range(left.shape[0] // 2))
+
+
+# (queries, keys, depth, dtype, options, whether)
+MEASURED = {
+    "causal": (2048, 2048, 64, jnp.bfloat16, CAUSAL, True),
+    "causal, float16": (4096, 4096, 64, jnp.float16, CAUSAL, True),
+    "causal, more queries": (2176, 2048, 64, jnp.bfloat16, CAUSAL, True),
+    "full": (2048, 2048, 64, jnp.bfloat16, {}, True),
+    "full, float16": (2048, 2048, 64, jnp.float16, {}, False),
+    "full, longer": (4096, 4096, 64, jnp.bfloat16, {}, False),
+    "short, whole heads": (1024, 1024, 64, jnp.bfloat16, CAUSAL, False),
+    "depth 128": (2048, 2048, 128, jnp.bfloat16, CAUSAL, False),
+    "keys that nobody sees": (2048, 2304, 64, jnp.bfloat16, CAUSAL, False),
+    "a part of a tile": (2048, 2000, 64, jnp.bfloat16, {}, False),
+    "window": (2048, 2048, 64, jnp.bfloat16, CAUSAL | {"local_window_size": (512, 0)}, False),
+    "documents": (2048, 2048, 64, jnp.bfloat16, CAUSAL | {"segment_ids": np.zeros((8, 2048), np.int32)}, False),
+    "lengths": (2048, 2048, 64, jnp.bfloat16, {"key_value_seq_lengths": np.full(8, 2000, np.int32)}, False),
+    "bias": (2048, 2048, 64, jnp.bfloat16, {"bias": np.zeros((1, 1, 2048, 2048), np.float32)}, False),
+    "few queries": (8, 16384, 64, jnp.bfloat16, {}, False),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_forward_finds_sizes_where_all_keys_are_seen_and_the_backward_wants_them(name):
+    q_len, kv_len, depth, dtype, options, wanted = MEASURED[name]
+    found = []
+
+    def call(query, key, value):
+        inputs, aux, given, _ = api._prepare(query, key, value, **options)
+        (out, _), sizes = hopper_call.forward_saving(given.problem(inputs, aux), inputs, aux)
+        found.append(None if sizes is None else sizes.shape)
+        return out
+
+    query, key = (jax.ShapeDtypeStruct((8, length, 16, depth), dtype) for length in (q_len, kv_len))
+    jax.eval_shape(call, query, key, key)
+    assert found == [(8, 16, kv_len // 128, 2, 128) if wanted else None]
