@@ -1,8 +1,9 @@
 """Mosaic-GPU interpret mode, extended by what kernels of this package use and JAX does not simulate.
 
 That is: `run_state` over an accumulator, storing to an accumulator, warpgroup matmuls with an operand in registers
-and their asynchrony, TMA predicates and reductions, copies made by a cluster, and matmuls of two blocks. Anything
-else is JAX's own. Parts of JAX that are not public are named in this package's `_simulator_*` files only.
+and their asynchrony, TMA predicates and reductions, copies made by a cluster, matmuls of two blocks, and semaphores of
+all blocks. Anything else is JAX's own. Parts of JAX that are not public are named in this package's `_simulator_*`
+files only.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import callback
 from jax._src import core as jax_core
+from jax._src.pallas import primitives
 from jax._src.pallas.mosaic_gpu import primitives as mosaic
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
 from jax._src.state import discharge
@@ -24,6 +27,7 @@ from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.testing import _simulator_machine as machine
+from fast_layers.testing import _simulator_semaphores as semaphores
 from fast_layers.testing import _simulator_tcgen05 as tcgen05
 from fast_layers.testing import _simulator_tma as tma
 from fast_layers.testing import _simulator_wgmma as wgmma
@@ -243,6 +247,25 @@ def _inline_mgpu(interpreter, eqn, token, invals):
     return token, [simulated(found)]
 
 
+def _get_global(interpreter, eqn, token, invals):
+    """Semaphores of all blocks. What stands for them is a number, the same for all threads."""
+    del interpreter, invals
+    return token, [jnp.int32(id(eqn) % (1 << 31))]
+
+
+def _semaphore_signal(interpreter, eqn, token, invals):
+    of, transforms, value, device, core = jax.tree.unflatten(eqn.params["args_tree"], invals)
+    if device is not None or core is not None:
+        raise NotImplementedError("semaphore_signal to another device: the simulator has one GPU")
+    return machine.call_host(interpreter, eqn, semaphores.signal, token, of=of, at=transforms, value=value), []
+
+
+def _semaphore_wait(interpreter, eqn, token, invals):
+    of, transforms, value, decrement = jax.tree.unflatten(eqn.params["args_tree"], invals)
+    operands = {"of": of, "at": transforms, "value": value, "decrement": decrement}
+    return machine.call_host(interpreter, eqn, semaphores.wait, token, **operands), []
+
+
 def _unflatten(trees, leaves):
     empty = jax.tree.structure([])
     return jax.tree.unflatten(jax.tree_util.treedef_tuple([tree or empty for tree in trees]), leaves)
@@ -253,6 +276,11 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     mosaic.copy_gmem_to_smem_p: _tma_load,
     mosaic.inline_mgpu_p: _inline_mgpu,
     mosaic.copy_smem_to_gmem_p: _tma_store,
+    mosaic.semaphore_signal_p: _semaphore_signal,
+    mosaic.semaphore_wait_p: _semaphore_wait,
+    primitives.get_global_p: _get_global,
+    primitives.semaphore_signal_p: _semaphore_signal,
+    primitives.semaphore_wait_p: _semaphore_wait,
     mosaic.wgmma_accumulator_deref_p: _accumulator_load,
     mosaic.wgmma_accumulator_store_p: _accumulator_store,
     mosaic.wgmma_ref_p: _wgmma,

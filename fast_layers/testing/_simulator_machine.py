@@ -62,6 +62,14 @@ class Findings:
             return tuple(dict.fromkeys(self._races))
 
 
+class Semaphore:
+    """In global memory: how far it has been counted up, and the clocks of those who did."""
+
+    def __init__(self):
+        self.count = 0
+        self.clock: Any = None
+
+
 class Machine(shared_memory.GPUSharedMemory):
     """The simulated GPU: JAX's, plus warpgroup matmuls in flight and copies that a whole cluster makes together."""
 
@@ -69,8 +77,22 @@ class Machine(shared_memory.GPUSharedMemory):
     findings: Findings
     sums_in_order: bool
 
+    def __init__(self, **params: Any):
+        # Zero at first; unlike what follows, they outlive a block.
+        self.semaphores = collections.defaultdict(Semaphore)
+        self.semaphore_changed = threading.Condition()
+        super().__init__(**params)
+
     def reset_per_cluster_state(self) -> None:
+        before = {thread: self._own_time(thread) for thread in getattr(self, "clocks", ())}
+        next_async_clock = getattr(self, "next_tma_thread_id", 0)
         super().reset_per_cluster_state()
+        # A block knows nothing of those before it, but begins after them. With clocks that began anew, what it does
+        # would seem to be ordered before much of what they did.
+        for thread, time in before.items():
+            for clock in vars(self.clocks[thread]).values():
+                clock.clock[self.thread_to_vc_position(thread)] = time
+        self.next_tma_thread_id = next_async_clock
         self.findings.kernel_ran = True
         # Per warpgroup, oldest first: (clock at which the matmul is done, its accumulator).
         self.wgmmas_in_flight = collections.defaultdict(collections.deque)
@@ -79,6 +101,9 @@ class Machine(shared_memory.GPUSharedMemory):
         self.collective_lock = threading.Lock()
         # An atomic read-modify-write of global memory takes this.
         self.reduction_lock = threading.Lock()
+
+    def _own_time(self, thread: Any) -> int:
+        return int(self.clocks[thread].generic_clock.clock[self.thread_to_vc_position(thread)])
 
     def set_failed(self, exception, failed_thread=None, top_level=True) -> None:
         self.findings.fail(exception)

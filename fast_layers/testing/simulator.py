@@ -87,11 +87,12 @@ def simulate(
 ) -> Simulation:
     """Run `fn(*args)` with its Pallas Mosaic-GPU kernels simulated on the CPU.
 
-    Kernels run thread by thread with asynchronous copies and matmuls, barriers, clusters and the memories of Hopper
-    and Blackwell; memory starts as NaN. Not simulated: register layouts and counts, speed, approximate maths, more
-    than one cluster at a time, and `inline_mgpu` (left out where it returns nothing). For that a function may have a
-    stand-in as its attribute `simulated`: its first argument is a reference, of whose numbers the stand-in makes the
-    one array that is returned; or, if none is, of the arrays behind it what is stored there.
+    Kernels run thread by thread with asynchronous copies and matmuls, barriers, clusters, semaphores in the GPU's
+    memory and the memories of Hopper and Blackwell; memory starts as NaN. Not simulated: register layouts and counts,
+    speed, approximate maths, more than one cluster at a time, and `inline_mgpu` (left out where it returns nothing).
+    For that a function may have a stand-in as its attribute `simulated`: its first argument is a reference, of whose
+    numbers the stand-in makes the one array that is returned; or, if none is, of the arrays behind it what is stored
+    there.
 
         sim = simulate(my_kernel, a, b)
         np.testing.assert_allclose(sim.check(), a @ b, rtol=1e-5)

@@ -195,6 +195,56 @@ def add_rows(x: jax.Array, *, fault: str | None = None) -> jax.Array:
     )(x)
 
 
+def running_sum(x: jax.Array, *, decrement: bool = False, fault: str | None = None) -> jax.Array:
+    """Sum of the matrices of x [N, 8, 128] up to each, by a block that adds one to what the block before it has left.
+
+    `decrement`: each block uses up the semaphore for which it waits.
+    """
+
+    def kernel(x_gmem, out_gmem, both, result, loaded):
+        block, wg = lax.axis_index("block"), lax.axis_index("wg")
+        done = pl.get_global(plgpu.SemaphoreType.REGULAR((x.shape[0],)))
+
+        @pl.when(wg == 0)
+        def _load():
+            plgpu.copy_gmem_to_smem(x_gmem.at[block], both.at[0], loaded)
+
+            @pl.when(block == 0)
+            def _nothing_before():
+                plgpu.copy_gmem_to_smem(x_gmem.at[block], both.at[1], loaded)
+
+            @pl.when(block > 0)
+            def _before():
+                if fault != "not awaited":
+                    of = block if fault == "of a later block" else block - 1
+                    plgpu.semaphore_wait(done.at[of], decrement=decrement)
+                plgpu.copy_gmem_to_smem(out_gmem.at[block - 1], both.at[1], loaded)
+
+        @pl.when(wg == 1)
+        def _add():
+            plgpu.barrier_wait(loaded)
+            result[...] = both[0] + jnp.where(block > 0, both[1], 0.0)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(result, out_gmem.at[block])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=fault == "told of in flight")
+            pl.semaphore_signal(done.at[block])
+            plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(x.shape[0],),
+        grid_names=("block",),
+        num_threads=2,
+        thread_name="wg",
+        scratch_types={
+            "both": smem(2, *x.shape[1:], dtype=x.dtype, transforms=()),
+            "result": smem(*x.shape[1:], dtype=x.dtype, transforms=()),
+            "loaded": plgpu.Barrier(num_arrivals=2),
+        },
+    )(x)
+
+
 def copy_rows(x: jax.Array, *, plain: bool) -> jax.Array:
     """x [N, columns], row by row through shared memory; `plain`: in by copies without a tensor map."""
     mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if plain else plgpu.OOBFillMode.ZEROS

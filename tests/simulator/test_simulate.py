@@ -44,6 +44,17 @@ def run_add_rows(fault=None) -> tuple[Simulation, np.ndarray]:
     return simulate(lambda x: kernels.add_rows(x, fault=fault), x), np.asarray(x)[::2].sum(0)
 
 
+def run_running_sum(fault=None, twice=False, **options) -> tuple[Simulation, np.ndarray]:
+    x = numbers(4, 8, 128, dtype=jnp.float32)
+
+    def call(x):
+        sums = kernels.running_sum(x, fault=fault, **options)
+        return kernels.running_sum(sums, fault=fault, **options) if twice else sums
+
+    wanted = np.cumsum(np.asarray(x), 0)
+    return simulate(call, x, timeout=5.0 if fault else 60.0), np.cumsum(wanted, 0) if twice else wanted
+
+
 def run_multicast(fault=None) -> tuple[Simulation, np.ndarray]:
     x = numbers(STEPS * 16, 128, dtype=jnp.float32)
     return simulate(lambda x: kernels.multicast(x, fault=fault), x), np.stack([x, 2 * x])
@@ -60,6 +71,9 @@ HEALTHY = {
     "accumulator stored": run_discounted_sum,
     "accumulator carried": lambda: run_discounted_sum(form="carried"),
     "reduction": run_add_rows,
+    "semaphores": run_running_sum,
+    "semaphores, used up": lambda: run_running_sum(decrement=True),
+    "semaphores, zero in each kernel": lambda: run_running_sum(twice=True),
     "multicast": run_multicast,
     "two blocks": run_two_block_matmul,
 }
@@ -85,6 +99,8 @@ RACES = [
     (run_discounted_sum, "slot refilled in flight", "read of SMEM"),
     (run_add_rows, "zeros not awaited", "write of GMEM"),
     (run_add_rows, "plain store", "write of GMEM"),
+    (run_running_sum, "not awaited", "of GMEM"),
+    (run_running_sum, "told of in flight", "of GMEM"),
     (run_multicast, "only own block awaited", "write of SMEM"),
     (run_two_block_matmul, "slot not awaited", "write of SMEM"),
     (run_two_block_matmul, "load awaited late", "read of SMEM"),
@@ -136,6 +152,11 @@ def test_deadlock_ends_at_the_timeout_and_leaves_the_simulator_usable():
     assert 2.0 <= sim.seconds < 30.0
     sim, wanted = run_matmul()
     np.testing.assert_allclose(sim.check(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_that_waits_for_a_later_one_does_not_end():
+    sim, _ = run_running_sum("of a later block")
+    assert "deadlock" in (sim.failure or "")
 
 
 def test_without_race_detection():
