@@ -1,6 +1,7 @@
 """What functions have in common that a kernel has inline, in the compiler's own terms, for `plgpu.inline_mgpu`.
 
-JAX's simulator of Mosaic GPU knows nothing of what they do, so each has a stand-in for it, `simulated`.
+JAX's simulator of Mosaic GPU knows nothing of what they do, so each that gives or stores something has a stand-in for
+it, `simulated`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
@@ -32,3 +34,17 @@ def divided(x: Any, by: int) -> tuple[Any, Any]:
 
 def times(x: Any, factor: int) -> Any:
     return arith.muli(x, utils.c(factor, x.type))
+
+
+def make_writes_seen() -> None:
+    """Lets copies to shared memory that this warpgroup begins from now on see what semaphores have told it of.
+
+    Copies are a proxy of memory of their own.
+    """
+
+    def fence(context):
+        del context
+        utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+
+    call: Any = plgpu.inline_mgpu()(fence)
+    call()

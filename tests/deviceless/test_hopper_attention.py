@@ -35,6 +35,8 @@ class Call:
     mask: bool = False
     leaves_d_scores: bool = False
     """At depths up to 128."""
+    beside: bool = False
+    """Whether blocks of the same launch make dQ of dS."""
     whole_heads: bool = False
     cut: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -45,7 +47,7 @@ class Call:
         both = "attention_forward", "attention_backward_deep" if deep else "attention_backward"
         more = {
             "attention_bias_gradient": self.bias,
-            "attention_backward_query": self.d_query_apart,
+            "attention_backward_query": self.d_query_apart and not self.beside,
             "attention_backward_parts": self.cut,
         }
         return *both, *(name for name, there in more.items() if there)
@@ -104,7 +106,7 @@ BATCHES = {
     },
     "deep": {
         "d128 causal, grouped, in parts": Call(kv_heads=4, leaves_d_scores=True, options=CAUSAL),
-        "d128 causal, dQ apart": Call(leaves_d_scores=True, options=CAUSAL),
+        "d128 causal, dQ beside": Call(leaves_d_scores=True, beside=True, options=CAUSAL),
         "d128 window": Call(options={"local_window_size": (1024, 0)}),
         "d128 everything": Call(kv_heads=4, segments=True, options=EVERYTHING),
         "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL),
@@ -137,7 +139,9 @@ BATCHES = {
         "d64 causal, grouped": Call(kv_heads=4, qk_dim=64, options=CAUSAL),
         "d64 any order": Call(qk_dim=64, options=CAUSAL | ANY_ORDER),
         "d128 full, short": Call(2048, **FEW_HEADS),
+        "d128 causal, dQ apart": Call(4224, leaves_d_scores=True, options=CAUSAL),
         "d128 full, dQ apart": Call(leaves_d_scores=True),
+        "d128 full, dQ beside": Call(2048, batch=8, leaves_d_scores=True, beside=True),
         "d128 causal, short, dQ apart": Call(1024, batch=8, leaves_d_scores=True, options=CAUSAL),
         "d128 full, odd length": Call(2047),
         "d128 full, softcap": Call(options=SOFTCAP, leaves_d_scores=True),
@@ -206,6 +210,8 @@ SPILLS = {
     "d32 causal": (0, 120),
     "d128 full, short": (0, 100),
     "d128 full": (0, 120),
+    "d128 causal, dQ beside": (0, 53),
+    "d128 full, dQ beside": (0, 53),
     "d128 causal, dQ apart": (0, 43, 0),
     "d128 full, dQ apart": (0, 16, 0),
     "d128 causal, short, dQ apart": (0, 90, 0),
@@ -264,6 +270,8 @@ def test_kernels_compile_well(batch):
         kernels = {kernel.name: kernel for kernel in report.kernels}
         if call.whole_heads and set(kernels) != set(call.kernels):
             faults.append(f"{name}: {sorted(kernels)} instead of one kernel a pass")
+        if call.beside and "attention_backward_query" in kernels:
+            faults.append(f"{name}: dQ has a kernel of its own")
         if missing := set(call.kernels) - set(kernels):
             faults.append(f"{name}: {missing} was not chosen; there are {sorted(kernels)}")
             continue

@@ -21,6 +21,8 @@ from fast_layers.dispatch import PASSES
 from fast_layers.kernel_parts.row_sizes import sizes_of
 from fast_layers.ops.attention import api, hopper_call
 from fast_layers.ops.attention.backends import BACKENDS
+from fast_layers.ops.attention.config import HopperBackwardTiles
+from fast_layers.ops.attention.hopper_bwd_beside import Sequence
 from fast_layers.testing import check_parity
 from fast_layers.testing.closeness import assert_bitwise_equal, assert_close, judge
 from fast_layers.testing.parity import CASES, Case
@@ -217,6 +219,51 @@ def test_a_broken_key_that_the_forward_found_spoils_nobody_before_it(name, broke
     first = MEASURED[name][0] - 300
     assert not np.isfinite(got[:, first:].astype(np.float32)).all((1, 2, 3)).any()
     assert_close(got[:, :first], oracle[:, :first], yardstick[:, :first], name="query")
+
+
+# (batch, length, heads, causal), of depth 128, where Hopper's backward makes
+# dQ by blocks among those that leave dS.
+BESIDE = {
+    "causal": (2, 4096, 16, True),
+    "causal, long": (1, 8192, 16, True),
+    "full": (8, 2048, 12, False),
+}
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["finite", "NaN"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", BESIDE)
+def test_d_query_by_blocks_of_the_same_launch(name, dtype, broken, monkeypatch):
+    """In each of many runs they give the bits of a kernel of its own."""
+    batch, length, heads, is_causal = BESIDE[name]
+    rng = np.random.default_rng(0)
+    operands = [rng.normal(size=(batch, length, heads, 128)).astype(np.float32) for _ in range(4)]
+    if broken:
+        operands[1][0, length - 300, 1, 63] = np.nan
+    query, key, value, d_out = (jnp.asarray(x, dtype) for x in operands)
+    _refused("hopper", query, key, value)
+    problems = []
+
+    def gradients(query, key, value, d_out):
+        inputs, aux, options, _ = api._prepare(query, key, value, is_causal=is_causal)
+        problems.append(options.problem(inputs, aux))
+        op = functools.partial(fast_layers.dot_product_attention, is_causal=is_causal, implementation="hopper")
+        return jax.vjp(op, query, key, value)[1](d_out)
+
+    beside = jax.jit(gradients).lower(query, key, value, d_out).compile()
+    assert Sequence.of(problems[0], HopperBackwardTiles.of(problems[0])) is not None
+    monkeypatch.setattr(Sequence, "of", lambda *_: None)
+    jax.clear_caches()
+    apart = jax.jit(gradients).lower(query, key, value, d_out).compile()
+    jax.clear_caches()
+    want = apart(query, key, value, d_out)
+    if not broken:
+        assert all(jnp.isfinite(x).all() for x in want)
+    elif is_causal:
+        assert jnp.isfinite(want[0][:, : length - 300]).all()
+    for _ in range(RUNS):
+        got = beside(query, key, value, d_out)
+        assert all(jnp.array_equal(x, wanted, equal_nan=True) for x, wanted in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("backend", KERNELS)

@@ -26,6 +26,7 @@ from fast_layers.ops.attention import (
     hopper_bias_grad,
     hopper_bwd,
     hopper_bwd_apart,
+    hopper_bwd_beside,
     hopper_bwd_d_query,
     hopper_bwd_deep,
     hopper_bwd_deep_query,
@@ -192,6 +193,10 @@ class StandIn:
         if not self._drops("read wait_smem_to_gmem" if wait_read_only else "wait_smem_to_gmem"):
             plgpu.wait_smem_to_gmem(n, wait_read_only=wait_read_only)
 
+    def semaphore_wait(self, semaphore: Any, value: Any, **options: Any) -> None:
+        if not self._drops("semaphore_wait"):
+            plgpu.semaphore_wait(semaphore, value, **options)
+
     def wgmma(self, acc: Any, a: Any, b: Any) -> None:
         plgpu.wgmma(acc, a, b)
         if self.early and self._slot is not None and self._name(b) == self.early[1]:
@@ -216,6 +221,7 @@ SHARED_PARTS = {
     hopper_fwd: (forward_parts, hopper_fwd_again),
     hopper_bwd: (hopper_bwd_d_query, hopper_bwd_in_order, hopper_bwd_load, hopper_bwd_send, hopper_bwd_steps),
     hopper_bwd_apart: (hopper_d_query_parts,),
+    hopper_bwd_beside: (hopper_d_query_parts,),
     hopper_bwd_deep_query: (hopper_d_query_parts,),
 }
 """The modules that have some of a kernel's events."""

@@ -29,8 +29,9 @@ no units. Nor have they with `whole_heads`, where the order is known (hopper_bwd
 Where all pieces are alike, and few are left when all blocks have taken as many, those are cut by their queries
 (hopper_bwd_parts.py).
 
-With `d_query_apart` dS goes to the GPU's memory instead, another kernel makes dQ of it, and there are no units. Of long
-grouped heads it goes there in parts, which add to dK and dV.
+With `d_query_apart` dS goes to the GPU's memory instead, another kernel makes dQ of it, or of long rows other blocks of
+this one (hopper_bwd_beside.py), and there are no units. Of long grouped heads dS goes there in parts, which add to dK
+and dV.
 
 What comes before and after is in hopper_bwd_call.py, the order of tiles in hopper_bwd_pieces.py. The roles are in
 hopper_bwd_load.py and hopper_bwd_steps.py, with hopper_bwd_d_query.py and hopper_bwd_send.py for what they leave.
@@ -60,10 +61,11 @@ from fast_layers.ops.attention import (
     hopper_bwd_sums,
 )
 from fast_layers.ops.attention.config import HopperBackwardTiles
+from fast_layers.ops.attention.hopper_bwd_beside import Maker, Semaphores, Sequence
 from fast_layers.ops.attention.hopper_bwd_form import WARPGROUPS, Before, Form, Role, Scratch
 from fast_layers.ops.attention.hopper_bwd_load import load
 from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE, Piece
-from fast_layers.ops.attention.hopper_bwd_scores import gradients
+from fast_layers.ops.attention.hopper_bwd_scores import LeftScores, gradients
 from fast_layers.ops.attention.hopper_bwd_send import send
 from fast_layers.ops.attention.hopper_bwd_steps import through_queries
 from fast_layers.ops.attention.hopper_bwd_visits import Visits
@@ -101,6 +103,15 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
             hopper_bwd_parts.join(form, parts, d_key, d_value)
         return d_query[...], d_key[...], d_value[...]
 
+    operands = operands._replace(q_span=None)
+    sequence = Sequence.of(p, tiles)
+    if sequence is not None:
+        form = Form.of(p, tiles, operands, LeftScores(p, places=sequence.places), sequence)
+        results = [jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value, query)]
+        _run(form, operands, *results)
+        d_key, d_value, d_query = (result[...] for result in results)
+        return d_query, d_key, d_value
+
     def leave(left, operands, turn, d_key_ref, d_value_ref):
         form = Form.of(p, tiles, operands, left)
         (d_scores,) = _run(form, operands, d_key_ref, d_value_ref, visits=visits, turn=turn)
@@ -108,7 +119,7 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
 
     visits = None if operands.mask is None else Visits.of(p, operands.mask, operands.broken_queries)
     d_query = functools.partial(hopper_bwd_apart.d_query, visits)
-    return gradients(p, operands._replace(q_span=None), leave, d_query, may_sum=tiles.holds_keys)
+    return gradients(p, operands, leave, d_query, may_sum=tiles.holds_keys)
 
 
 def _run(
@@ -140,14 +151,22 @@ def _run(
         # The last of the results, but for dQ's sums or parts of dK and dV, is dQ or dS for it.
         d_key_ref, d_value_ref, last_ref, *others = refs[tree.num_leaves :]
         sums_ref, parts_ref = others[0] if sums is not None else None, others[0] if parts is not None else None
+        makes, semaphores = None, None
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         if tiles.cluster > 1:
             block = block * tiles.cluster + lax.axis_index("rank")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, form.q_tile, KV_TILE, inputs.mask, logits)
         s = Scratch(**form.told_apart(scratch))
+        if form.sequence is not None and left is not None:
+            d_query_ref, last_ref = last_ref, others[0]
+            semaphores = Semaphores.of(left, form.sequence)
+            pieces = form.sequence.pieces_before(block)
+            makes = form.sequence.pieces_before(block + 1) == pieces
+            maker = Maker.of(s.maker, last_ref, inputs.key, d_query_ref, semaphores, block - pieces)
+            block = pieces
 
-        first_pair = jnp.int32(0) if left is None else left.first_pair(turn_ref)
+        first_pair = jnp.int32(0) if left is None or form.sequence is not None else left.first_pair(turn_ref)
         some_heads = form.heads, 0 if left is None else left.first_head(turn_ref)
         piece_of = functools.partial(Piece.of, p, tiles, order, mask, inputs, first_pair, some_heads, form.cut)
 
@@ -166,10 +185,22 @@ def _run(
 
             return each_dealt(schedule_ref, block, take, (jnp.int32(0), before(None)))[1]
 
+        def one_of(take, make):
+            """What a block does: it takes pieces or makes dQ of what others have left."""
+            if makes is None:
+                take()
+            else:
+                pl.when(~makes)(take)
+                pl.when(makes)(make)
+
         @pl.when(warpgroup == WARPGROUPS)
         def _load():
             plgpu.set_max_registers(24, action="decrease")
-            each_piece(functools.partial(load, form, inputs, s), lambda _: jnp.int32(0))
+
+            def load_pieces():
+                each_piece(functools.partial(load, form, inputs, s, semaphores), lambda _: jnp.int32(0))
+
+            one_of(load_pieces, lambda: maker.load())
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
@@ -186,6 +217,8 @@ def _run(
                     d_value = d_value * logits.survived
                 d_key = d_key * p.scale
                 send(role, piece, keys, (d_key_ref, d_key), (d_value_ref, d_value), before.steps)
+                if semaphores is not None:
+                    semaphores.tell_left(piece.pair, form.panels + 1)
                 return before
 
             zero, any_units = jnp.int32(0), None
@@ -200,13 +233,16 @@ def _run(
                 example, k_index = (zero, zero) if piece is None else (piece.example, None)
                 return Before(zero, example, zero, zero, k_index, any_units, *visit)
 
-            if tiles.cluster > 1:
-                hopper_bwd_in_order.begin(role)
-            before = each_piece(gradients, nothing)
-            if form.lags and form.persistent:
-                hopper_bwd_d_query.add_last(role, before)
-            if tiles.cluster > 1:
-                hopper_bwd_in_order.end(role, before.steps)
+            def take_pieces():
+                if tiles.cluster > 1:
+                    hopper_bwd_in_order.begin(role)
+                before = each_piece(gradients, nothing)
+                if form.lags and form.persistent:
+                    hopper_bwd_d_query.add_last(role, before)
+                if tiles.cluster > 1:
+                    hopper_bwd_in_order.end(role, before.steps)
+
+            one_of(take_pieces, lambda: maker.multiply(warpgroup))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     cluster_options: dict[str, Any] = {}

@@ -13,8 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fast_layers.kernel_parts.fragments import fragments_shape
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder
-from fast_layers.ops.attention import hopper_bwd_pieces
+from fast_layers.ops.attention import hopper_bwd_beside, hopper_bwd_pieces
 from fast_layers.ops.attention.config import CLUSTER_LAG, HopperBackwardTiles, sees_all
+from fast_layers.ops.attention.hopper_bwd_beside import Sequence
 from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE, Cut
 from fast_layers.ops.attention.hopper_bwd_scores import LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
@@ -38,7 +39,7 @@ class Form:
     """As padded, like `v_dim`."""
     v_dim: int
     left: LeftScores | None
-    """Where dS is left, of which another kernel makes dQ; None where this one does."""
+    """Where dS is left, of which other blocks make dQ, or another kernel; None where this one does, with dS at hand."""
     with_units: bool
     """Of dQ's integers."""
     order: TileOrder
@@ -46,21 +47,32 @@ class Form:
     """Of the pieces, for a persistent grid."""
     cut: Cut | None
     """Of the last pieces, if they are cut by their queries."""
+    sequence: Sequence | None
+    """Of blocks, if some of them make dQ of the dS that is left."""
 
     @classmethod
-    def of(cls, p: Problem, tiles: HopperBackwardTiles, operands: Operands, left: LeftScores | None) -> Form:
+    def of(
+        cls,
+        p: Problem,
+        tiles: HopperBackwardTiles,
+        operands: Operands,
+        left: LeftScores | None,
+        sequence: Sequence | None = None,
+    ) -> Form:
         qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
         heads, pairs = (p.group, p.batch * p.kv_heads) if left is None else (left.heads, left.pairs)
         kv_tiles = -(-p.kv_len // KV_TILE)
         bytes_per_head = heads * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
         fits_first = hopper_bwd_pieces.fits_first(p, tiles, kv_tiles)
         order = hopper_bwd_pieces.piece_order(pairs, kv_tiles, bytes_per_head, fits_first)
+        if sequence is not None:
+            order = sequence.pieces
         cut = Cut.of(p, tiles, order)
         schedule = hopper_bwd_pieces.schedule(p, tiles, order, cut) if qk_dim == v_dim else None
         if tiles.whole_heads:
             order, schedule = hopper_bwd_pieces.by_head(p, tiles)
         cut = None if schedule is None else cut
-        return cls(p, tiles, qk_dim, v_dim, left, operands.units is not None, order, schedule, cut)
+        return cls(p, tiles, qk_dim, v_dim, left, operands.units is not None, order, schedule, cut, sequence)
 
     @property
     def persistent(self) -> bool:
@@ -68,6 +80,8 @@ class Form:
 
     @property
     def blocks(self) -> int:
+        if self.sequence is not None:
+            return self.sequence.total
         return self.order.total if self.schedule is None else len(self.schedule)
 
     @property
@@ -184,11 +198,19 @@ class Form:
         if self.sums:
             sum_slots = smem_tile(2 * WARPGROUPS, ROWS, _SUMMED_COLUMNS, dtype=jnp.float32)
             types["dS or sums"] = plgpu.RefUnion(types.pop("d_scores"), sum_slots)
+        if self.sequence is not None:
+            # A block has one of the two kinds of work.
+            own, own_barriers = _tiles_and_barriers(types)
+            makers, makers_barriers = _tiles_and_barriers(hopper_bwd_beside.scratch_types(self.problem, self.qk_dim))
+            types = {**own_barriers, "maker": makers_barriers, "tiles of either": plgpu.RefUnion(own, makers)}
         return types
 
     def told_apart(self, refs: dict[str, Any]) -> dict[str, Any]:
         """In a kernel: what `scratch_types` made, by the names of `Scratch`."""
         refs = dict(refs)
+        if self.sequence is not None:
+            own, makers = refs.pop("tiles of either")
+            refs |= {**own, "maker": hopper_bwd_beside.Scratch(**makers, **refs["maker"])}
         if self.persistent and self.lags and not self.in_order:
             refs["d_query_slots"], refs["result_slots"] = refs.pop("dQ or results")
         if self.sums:
@@ -198,6 +220,11 @@ class Form:
     def key_slot(self, turn: Any) -> Any:
         """In a kernel: of the slots for K, that of a block's `turn`-th piece."""
         return lax.rem(turn, 2) if self.lags and self.persistent else 0
+
+
+def _tiles_and_barriers(types: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    barriers = {name: x for name, x in types.items() if isinstance(x, plgpu.Barrier)}
+    return {name: x for name, x in types.items() if name not in barriers}, barriers
 
 
 class Scratch(NamedTuple):
@@ -224,6 +251,8 @@ class Scratch(NamedTuple):
     kv_consumed: Any = None
     sum_ready: Any = None
     added: Any = None
+    maker: Any = None
+    """What a block that makes dQ has instead."""
 
 
 class Role(NamedTuple):

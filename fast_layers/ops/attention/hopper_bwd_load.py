@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.ops.attention.hopper_bwd_beside import Semaphores
 from fast_layers.ops.attention.hopper_bwd_form import WARPGROUPS, Form, Scratch
 from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE, Piece
 from fast_layers.ops.attention.hopper_call import ROWS
@@ -17,7 +18,9 @@ LSE, DELTA, UNITS = range(3)
 """What a row of queries has, in one array: each array starts at a multiple of 1 KiB."""
 
 
-def load(form: Form, inputs: Any, s: Scratch, piece: Piece, turn: Any, steps: Any) -> Any:
+def load(
+    form: Form, inputs: Any, s: Scratch, semaphores: Semaphores | None, piece: Piece, turn: Any, steps: Any
+) -> Any:
     """A piece's keys and values, and all that its `steps` go through; how many these are then."""
     q_tile, ring = form.q_tile, form.ring
     # Which of the two takes fewer registers of the others was read off the assembly.
@@ -49,6 +52,8 @@ def load(form: Form, inputs: Any, s: Scratch, piece: Piece, turn: Any, steps: An
             plgpu.commit_smem()  # for its barrier: no warp shall wait for a phase two behind
         return step + 1
 
+    if semaphores is not None:
+        semaphores.wait_made(piece.pair)
     return piece.each_query_tile(load_queries, steps)
 
 

@@ -41,6 +41,8 @@ class LeftScores:
     problem: Problem
     may_sum: bool = False
     """Whether the kernel can add to dK and dV, so that a pair's query heads may come in parts."""
+    places: int | None = None
+    """For so many pairs' dS, if all pairs are done in one launch: later ones take the places of those before."""
 
     @property
     def tiles(self) -> int:
@@ -51,6 +53,8 @@ class LeftScores:
     def _share(self) -> tuple[int, int]:
         """(pairs of a group, query heads of each)."""
         p, total = self.problem, self.problem.batch * self.problem.kv_heads
+        if self.places is not None:
+            return self.places, p.group
         if pairs := scores_group(p):
             return pairs, p.group
         if self.may_sum and (in_parts := scores_in_parts(p)):
@@ -62,7 +66,7 @@ class LeftScores:
 
     @property
     def pairs(self) -> int:
-        """Of a group."""
+        """Of a group, or those for whose dS there are places."""
         return self._share[0]
 
     @property
@@ -84,6 +88,10 @@ class LeftScores:
     def shape(self) -> tuple[int, int, int]:
         """By 64 queries, which lie together for all keys of a tile."""
         return self.pairs * self.heads * self.tiles * (TILE // ROWS), TILE, ROWS
+
+    def place(self, pair: Any) -> Any:
+        """Of a pair's dS among all for which there is place."""
+        return pair if self.places is None else lax.rem(pair, self.places)
 
     def row(self, head: Any, kv_index: Any) -> Any:
         """The place of a query tile among all tiles, less its index; `head`: of the query heads at a time."""

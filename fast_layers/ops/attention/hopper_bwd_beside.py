@@ -1,0 +1,266 @@
+"""dQ by blocks among those that leave dS, for attention's backward on Hopper (sm_90a) at depths up to 128.
+
+What leaves dS waits for products, and what makes dQ of it for memory, so both are done at the same time. A launch has
+blocks for tiles of keys, as in hopper_bwd.py, and for tiles of 256 queries, 128 for each of two compute warpgroups:
+
+    load warpgroup                              each compute warpgroup, on its own 128 queries
+    dS, K       -> ready        waits consumed      dQ += dS K, twice                 frees consumed
+                                                    dQ * scale                        -> shared memory, then TMA
+
+A block that makes dQ waits for all tiles of keys of its head, and one that leaves dS for dQ of the head whose place it
+takes, if there is not place for all: at semaphores in the GPU's memory. A block waits for such alone as have lower
+numbers. The hardware starts blocks in the order of their numbers, which CUDA does not promise, but CUB's scans rely on
+too: so those are running or done, and nothing stands still. Mostly they are long done. Each row is summed by one block
+in a fixed order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fast_layers.kernel_parts.inline import make_writes_seen
+from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.kernel_parts.tile_order import TileOrder
+from fast_layers.ops.attention.config import (
+    HOPPER_SMS,
+    HopperBackwardTiles,
+    known_before_the_call,
+    most_scores_pairs,
+    window_tiles,
+)
+from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
+from fast_layers.ops.attention.hopper_call import ROWS
+from fast_layers.ops.attention.hopper_d_query_parts import WARPGROUPS, Scratch, exchange_mended_keys, send
+from fast_layers.ops.attention.hopper_grad_parts import make_finite_in_chunks
+from fast_layers.ops.attention.problem import Problem
+from fast_layers.ops.attention.tile_mask import TileMask
+
+TILES = 2
+"""Of queries, that a block makes dQ of: so an SM loads less for as many products."""
+KEYS = TILE // 2
+"""Of a step."""
+_STAGES = 4
+_UNITS = TILES * TILE // ROWS
+"""Of 64 queries, as dS has them."""
+_TILES_TOGETHER = 64
+"""Of queries, at least, of as few heads as have them: what neighbours read lies near then."""
+_AHEAD = HOPPER_SMS
+"""So many tiles of keys more are begun before dQ of a head than stand before it: its own are done then."""
+_SLACK = HOPPER_SMS // 2
+"""And so many more before the head whose place it takes."""
+_MOST_LEAD = 0.3
+"""Of all tiles of keys, what is begun before any dQ is made; so much of dQ is made alone at the end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """Which blocks leave dS and which make dQ of it, by their numbers.
+
+    After the first `lead` blocks, that leave dS, the two kinds take turns so that of both as much of all is done.
+    """
+
+    pieces: TileOrder
+    """That leave dS."""
+    q_tiles: int
+    """Of each head; each makes a block."""
+    side: int
+    """So many heads' dQ is made side by side."""
+
+    @classmethod
+    def of(cls, p: Problem, tiles: HopperBackwardTiles) -> Sequence | None:
+        """With as many heads side by side as have tiles of keys for all SMs: more, and fewer, were slower.
+
+        None where persistent blocks, or a kernel of its own for dQ, are as fast (bench/NOTES.md), and where dS of so
+        many heads takes more memory than there.
+        """
+        long = tiles.holds_keys and not tiles.blocks and p.group == 1 and p.q_len % (TILES * TILE) == 0
+        if not long or not known_before_the_call(p) or window_tiles(p) is not None:
+            return None
+        heads, kv_tiles, q_tiles = p.batch * p.heads, p.kv_len // TILE, p.q_len // (TILES * TILE)
+        group = max(d for d in range(1, heads + 1) if heads % d == 0 and (d == 1 or d * kv_tiles <= HOPPER_SMS))
+        sides = [d for d in range(1, group + 1) if group % d == 0]
+        side = next((d for d in sides if d * q_tiles * TILES >= _TILES_TOGETHER), group)
+        found = cls(TileOrder(heads, kv_tiles, group), q_tiles, side)
+        lasts = found.lead <= _MOST_LEAD * found.pieces.total and found.places <= most_scores_pairs(p, 1)
+        return found if lasts else None
+
+    @property
+    def places(self) -> int:
+        """For so many heads' dS."""
+        more = -(-(_AHEAD + _SLACK) // self.pieces.tiles)
+        return min(2 * self.pieces.group + more, self.pieces.heads)
+
+    @property
+    def total(self) -> int:
+        return self.pieces.heads * (self.pieces.tiles + self.q_tiles)
+
+    @property
+    def lead(self) -> int:
+        """All tiles of keys that a group's dQ is made of, and some more."""
+        return min(self.pieces.group * self.pieces.tiles + _AHEAD, self.pieces.total)
+
+    def pieces_before(self, block: Any) -> Any:
+        """How many of the blocks before this one leave dS."""
+        shared = math.gcd(self.pieces.tiles, self.q_tiles)
+        of_pieces, of_queries = self.pieces.tiles // shared, self.q_tiles // shared
+        turn = of_pieces + of_queries
+        later = jnp.maximum(block - self.lead, 0)
+        queries = lax.div(later, turn) * of_queries + lax.div(lax.rem(later, turn) * of_queries, turn)
+        return jnp.minimum(block - queries, self.pieces.total)
+
+    def locate_query(self, index: Any) -> tuple[Any, Any]:
+        """(head, tile) of the `index`-th block that makes dQ, from the last tile to the first."""
+        head, tiles_after = TileOrder(self.pieces.heads, self.q_tiles, self.side).locate(index)
+        return head, self.q_tiles - 1 - tiles_after
+
+
+def scratch_types(p: Problem, depth: int) -> dict[str, Any]:
+    """Of a block that makes dQ."""
+    types = Scratch(
+        score_slots=smem_tile(_STAGES, _UNITS, KEYS, ROWS, dtype=p.dtype),
+        key_slots=smem_tile(_STAGES, KEYS, depth, dtype=p.dtype),
+        result_slots=smem_tile(WARPGROUPS, ROWS, depth, dtype=p.dtype),
+        ready=plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        consumed=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=_STAGES),
+        keys_mended=plgpu.Barrier(num_arrivals=WARPGROUPS),
+    )
+    return types._asdict()
+
+
+class Semaphores(NamedTuple):
+    """In the GPU's memory."""
+
+    of_heads: Any
+    """For each head, how many compute warpgroups have left all dS of a tile of its keys; and how many blocks have read
+    the dS for a tile of its dQ."""
+    left: LeftScores
+    sequence: Sequence
+
+    @classmethod
+    def of(cls, left: LeftScores, sequence: Sequence) -> Semaphores:
+        """In a kernel."""
+        shape = 2, sequence.pieces.heads
+        return cls(pl.get_global(plgpu.SemaphoreType.REGULAR(shape)), left, sequence)
+
+    def tell_left(self, head: Any, copies_since: int) -> None:
+        """By each compute warpgroup; `copies_since`: that it has begun after those of dS."""
+        plgpu.wait_smem_to_gmem(copies_since)
+        plgpu.semaphore_signal(self.of_heads.at[0, head], memory_scope="gpu")
+
+    def wait_left(self, head: Any) -> None:
+        """By the load warpgroup, for all dS of a head."""
+        tiles = WARPGROUPS * self.sequence.pieces.tiles
+        plgpu.semaphore_wait(self.of_heads.at[0, head], tiles, decrement=False, memory_scope="gpu")
+        make_writes_seen()
+
+    def tell_made(self, head: Any) -> None:
+        """By one compute warpgroup."""
+        if self._takes_places:
+            plgpu.semaphore_signal(self.of_heads.at[1, head], memory_scope="gpu")
+
+    def wait_made(self, head: Any) -> None:
+        """By the load warpgroup, until there is a place for a head's dS."""
+        if not self._takes_places:
+            return
+
+        @pl.when(head >= self.left.pairs)
+        def _wait():
+            before = self.of_heads.at[1, head - self.left.pairs]
+            plgpu.semaphore_wait(before, self.sequence.q_tiles, decrement=False, memory_scope="gpu")
+            make_writes_seen()
+
+    @property
+    def _takes_places(self) -> bool:
+        return self.left.pairs < self.sequence.pieces.heads
+
+
+class Maker(NamedTuple):
+    """In a kernel: a block that makes dQ of a tile of queries."""
+
+    scratch: Scratch
+    d_scores: Any
+    """In the GPU's memory, like those that follow."""
+    key: Any
+    d_query: Any
+    semaphores: Semaphores
+    head: Any
+    """Of all examples."""
+    q_index: Any
+
+    @classmethod
+    def of(cls, scratch: Scratch, d_scores: Any, key: Any, d_query: Any, semaphores: Semaphores, index: Any) -> Maker:
+        """The `index`-th."""
+        return cls(scratch, d_scores, key, d_query, semaphores, *semaphores.sequence.locate_query(index))
+
+    @property
+    def problem(self) -> Problem:
+        return self.semaphores.left.problem
+
+    @property
+    def span(self) -> Any:
+        """Of tiles of keys that the block's queries see."""
+        return TileMask(self.problem, TILES * TILE, TILE, None).key_span(0, self.q_index)
+
+    def load(self) -> None:
+        """The load warpgroup."""
+        p, s, left = self.problem, self.scratch, self.semaphores.left
+        example, kv_head = lax.div(self.head, p.kv_heads), lax.rem(self.head, p.kv_heads)
+
+        def step(i, _):
+            j, half = lax.div(i, TILE // KEYS), lax.rem(i, TILE // KEYS)
+            slot = lax.rem(i - first, _STAGES)
+            pl.when(i - first >= _STAGES)(lambda: plgpu.barrier_wait(s.consumed.at[slot]))
+            key = self.key.at[example, pl.ds(i * KEYS, KEYS), kv_head]
+            plgpu.copy_gmem_to_smem(key, s.key_slots.at[slot], s.ready.at[slot])
+            units = pl.ds(TILE // ROWS * left.row(left.place(self.head), j) + self.q_index * _UNITS, _UNITS)
+            d_scores = self.d_scores.at[units, pl.ds(half * KEYS, KEYS)]
+            plgpu.copy_gmem_to_smem(d_scores, s.score_slots.at[slot], s.ready.at[slot])
+
+        first, last = (tile * (TILE // KEYS) for tile in (self.span.first, self.span.last))
+        self.semaphores.wait_left(self.head)
+        lax.fori_loop(first, last, step, None)
+
+    def multiply(self, warpgroup: Any) -> None:
+        """A compute warpgroup, on its own 128 queries."""
+        p, s, span = self.problem, self.scratch, self.span
+        depth, hides = self.key.shape[3], TileMask(p, TILE, TILE, None).hides
+        own = TileMask(p, TILE, TILE, None).key_span(0, self.q_index * TILES + warpgroup)
+        first, own_last, last = (tile * (TILE // KEYS) for tile in (span.first, own.last, span.last))
+
+        def over_keys(*accs):
+            def step(i, _, uses):
+                slot = lax.rem(i - first, _STAGES)
+                plgpu.barrier_wait(s.ready.at[slot])
+                if hides:
+                    pl.when(span.ragged(lax.div(i, TILE // KEYS)))(lambda: mend(slot))
+                if uses:
+                    for unit, acc in enumerate(accs):
+                        scores = s.score_slots.at[slot, warpgroup * TILES + unit]
+                        plgpu.wgmma(acc, scores.T, s.key_slots.at[slot])
+                    plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(s.consumed.at[slot])
+
+            lax.fori_loop(first, own_last, functools.partial(step, uses=True), None)
+            if hides:
+                lax.fori_loop(own_last, last, functools.partial(step, uses=False), None)
+            return tuple(acc[...] for acc in accs)
+
+        def mend(slot):
+            # 0 times NaN is NaN; who sees a broken key has NaN in its dS.
+            make_finite_in_chunks(s.key_slots.at[slot, pl.ds(warpgroup * (KEYS // WARPGROUPS), KEYS // WARPGROUPS)])
+            exchange_mended_keys(s)
+
+        accs = [plgpu.WGMMAAccumulatorRef((ROWS, depth), jnp.float32)] * TILES
+        products = pl.run_scoped(over_keys, *accs)
+        pl.when(warpgroup == 0)(lambda: self.semaphores.tell_made(self.head))
+        for unit, product in enumerate(products):
+            rows = pl.ds((self.q_index * TILES + warpgroup) * TILE + unit * ROWS, ROWS)
+            send(p, product, s.result_slots.at[warpgroup], self.d_query, self.head, rows)

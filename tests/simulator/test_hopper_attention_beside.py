@@ -1,0 +1,91 @@
+"""Attention's backward on Hopper where some blocks leave dS in memory, and others of the same launch make dQ of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from selection import some_each_run
+
+from fast_layers.ops.attention import api, hopper_bwd_beside, hopper_call, reference
+from fast_layers.ops.attention.config import HopperBackwardTiles
+from fast_layers.ops.attention.problem import Residuals, finite_or_zero
+from fast_layers.testing import simulate
+from fast_layers.testing.parity import Case
+from simulator.attention import StandIn, backward_tiles, draw, found, judge, only, patched, square
+
+pytestmark = pytest.mark.simulator
+
+HELD = HopperBackwardTiles(64, ragged_apart=True, d_query_apart=True, holds_keys=True)
+
+
+def _beside(places: int) -> tuple[tuple[Any, str, Any], ...]:
+    """Patches: a head after the other, dQ of one made soon after its dS, for so many of which there is place."""
+    small = {"HOPPER_SMS": 1, "_AHEAD": 2, "_SLACK": 2, "_MOST_LEAD": 1.0}
+    in_place = property(lambda self: min(places, self.pieces.heads))
+    of_sequence = hopper_bwd_beside.Sequence, "places", in_place
+    return backward_tiles(HELD), of_sequence, *((hopper_bwd_beside, name, x) for name, x in small.items())
+
+
+BESIDE = {
+    "causal, places taken": (
+        square(512, batch=2, heads=2, kv_heads=2, qk_dim=128, v_dim=128, is_causal=True, lse_gradient=True),
+        3,
+    ),
+    "causal, a place for each": (square(256, batch=3, heads=1, kv_heads=1, qk_dim=128, v_dim=128, is_causal=True), 3),
+    "full, places taken": (Case(batch=5, q_len=256, kv_len=384, heads=1, kv_heads=1, qk_dim=128, v_dim=128), 3),
+}
+
+
+@pytest.mark.parametrize("name", some_each_run(BESIDE, {"causal, places taken", "full, places taken"}))
+def test_d_query_by_blocks_of_the_same_launch(name, monkeypatch):
+    case, places = BESIDE[name]
+    made = []
+    of = hopper_bwd_beside.Maker.of
+    monkeypatch.setattr(hopper_bwd_beside.Maker, "of", lambda *args: made.append(args) or of(*args))
+    with patched(*_beside(places)):
+        judge(case, supports=only("backward")).check()
+    assert made
+
+
+def test_a_hidden_key_that_is_broken():
+    """Those that do not see it get what they get without it, the others NaN."""
+    query, key, value, d_out = draw(batch=1, length=256, heads=1, depth=128)
+    key = key.at[0, 100, 0, 3].set(jnp.nan).at[0, 240, 0, 3].set(jnp.inf)
+    inputs, aux, options, _ = api._prepare(query, key, value, is_causal=True)
+    problem = options.problem(inputs, aux)
+    out, lse = reference.forward(problem, inputs, aux)
+    whole = inputs._replace(key=finite_or_zero(key))
+    want = reference.backward(problem, Residuals(whole, aux, out, lse), d_out, jnp.zeros_like(lse)).query
+    with patched(*_beside(1)):
+        backward = functools.partial(hopper_call.backward, problem)
+        got = simulate(backward, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse)).check().query
+    got, want = (np.asarray(x[0], np.float32) for x in (got, want))
+    assert np.isnan(got[100:]).any(-1).all()
+    np.testing.assert_allclose(got[:100], want[:100], rtol=2e-2, atol=1e-2)
+
+
+# Five heads for three places; of the waits, in the text, that for a place comes first.
+CASE = square(512, batch=5, heads=1, kv_heads=1, qk_dim=128, v_dim=128, is_causal=True)
+
+
+FAULTS = {
+    "dS of others not awaited": (CASE, StandIn("semaphore_wait #2"), "read of GMEM"),
+    "a place taken that is in use": (CASE, StandIn("semaphore_wait #1"), "write of GMEM"),
+    "dS told of in flight": (CASE, StandIn("wait_smem_to_gmem #1"), "of GMEM"),
+    "dS not awaited": (CASE, StandIn("barrier_wait ready"), "read of SMEM"),
+    "dS overwritten": (CASE, StandIn("barrier_wait consumed"), "write of SMEM"),
+    "dS overwritten in flight": (CASE, StandIn("wgmma_wait"), "SMEM"),
+    "finite keys not awaited": (CASE, StandIn("barrier_wait keys_mended"), "SMEM"),
+    # In the text: finite keys twice, then dQ of either tile.
+    "dQ not committed": (CASE, StandIn("commit_smem #3"), "write of SMEM"),
+    "dQ's slot overwritten": (CASE, StandIn("read wait_smem_to_gmem #2"), "write of SMEM"),
+}
+
+
+@pytest.mark.parametrize("fault", some_each_run(FAULTS, {"dS of others not awaited", "a place taken that is in use"}))
+def test_planted_fault_is_found(fault):
+    found(hopper_bwd_beside, fault, FAULTS, *_beside(3))
