@@ -136,7 +136,8 @@ def _run(
 ):
     """Writes dK and dV, or adds to them for a part of the query heads; and adds to dQ or gives back dS.
 
-    With `sums` it writes dQ, of what it sums up there; to `parts` go dK and dV of pieces that are cut.
+    With `sums` it writes dQ, of what it sums up there, and with `Form.sequence` of the dS that it leaves; to `parts` go
+    dK and dV of pieces that are cut.
     """
     p, tiles, left, order, schedule = form.problem, form.tiles, form.left, form.order, form.schedule
     if operands.q_span is not None and hopper_bwd_pieces.ranks(order):
@@ -151,22 +152,20 @@ def _run(
         # The last of the results, but for dQ's sums or parts of dK and dV, is dQ or dS for it.
         d_key_ref, d_value_ref, last_ref, *others = refs[tree.num_leaves :]
         sums_ref, parts_ref = others[0] if sums is not None else None, others[0] if parts is not None else None
-        makes, semaphores = None, None
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         if tiles.cluster > 1:
             block = block * tiles.cluster + lax.axis_index("rank")
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, form.q_tile, KV_TILE, inputs.mask, logits)
         s = Scratch(**form.told_apart(scratch))
+        maker: Maker | None = None
         if form.sequence is not None and left is not None:
             d_query_ref, last_ref = last_ref, others[0]
             semaphores = Semaphores.of(left, form.sequence)
-            pieces = form.sequence.pieces_before(block)
-            makes = form.sequence.pieces_before(block + 1) == pieces
-            maker = Maker.of(s.maker, last_ref, inputs.key, d_query_ref, semaphores, block - pieces)
-            block = pieces
+            maker = Maker.of(s.maker, last_ref, inputs.key, d_query_ref, semaphores, block)
+            block = maker.pieces_before
 
-        first_pair = jnp.int32(0) if left is None or form.sequence is not None else left.first_pair(turn_ref)
+        first_pair = jnp.int32(0) if left is None else left.first_pair(turn_ref)
         some_heads = form.heads, 0 if left is None else left.first_head(turn_ref)
         piece_of = functools.partial(Piece.of, p, tiles, order, mask, inputs, first_pair, some_heads, form.cut)
 
@@ -185,22 +184,23 @@ def _run(
 
             return each_dealt(schedule_ref, block, take, (jnp.int32(0), before(None)))[1]
 
-        def one_of(take, make):
-            """What a block does: it takes pieces or makes dQ of what others have left."""
-            if makes is None:
+        def take_or_make(take, make):
+            """What a block does: it takes pieces, or makes dQ of what others have left."""
+            if maker is None:
                 take()
             else:
-                pl.when(~makes)(take)
-                pl.when(makes)(make)
+                pl.when(~maker.makes)(take)
+                pl.when(maker.makes)(functools.partial(make, maker))
 
         @pl.when(warpgroup == WARPGROUPS)
         def _load():
             plgpu.set_max_registers(24, action="decrease")
 
             def load_pieces():
+                semaphores = None if maker is None else maker.semaphores
                 each_piece(functools.partial(load, form, inputs, s, semaphores), lambda _: jnp.int32(0))
 
-            one_of(load_pieces, lambda: maker.load())
+            take_or_make(load_pieces, Maker.load)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
@@ -217,8 +217,8 @@ def _run(
                     d_value = d_value * logits.survived
                 d_key = d_key * p.scale
                 send(role, piece, keys, (d_key_ref, d_key), (d_value_ref, d_value), before.steps)
-                if semaphores is not None:
-                    semaphores.tell_left(piece.pair, form.panels + 1)
+                if maker is not None:
+                    maker.semaphores.tell_left(piece.pair, form.panels + 1)
                 return before
 
             zero, any_units = jnp.int32(0), None
@@ -242,7 +242,7 @@ def _run(
                 if tiles.cluster > 1:
                     hopper_bwd_in_order.end(role, before.steps)
 
-            one_of(take_pieces, lambda: maker.multiply(warpgroup))
+            take_or_make(take_pieces, lambda maker: maker.multiply(warpgroup))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     cluster_options: dict[str, Any] = {}

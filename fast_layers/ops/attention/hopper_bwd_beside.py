@@ -183,7 +183,7 @@ class Semaphores(NamedTuple):
 
 
 class Maker(NamedTuple):
-    """In a kernel: a block that makes dQ of a tile of queries."""
+    """In a kernel: what a block is to do, if it makes dQ of a tile of queries."""
 
     scratch: Scratch
     d_scores: Any
@@ -191,14 +191,21 @@ class Maker(NamedTuple):
     key: Any
     d_query: Any
     semaphores: Semaphores
+    pieces_before: Any
+    """So many blocks before this one leave dS."""
+    makes: Any
+    """Whether this one makes dQ."""
     head: Any
     """Of all examples."""
     q_index: Any
 
     @classmethod
-    def of(cls, scratch: Scratch, d_scores: Any, key: Any, d_query: Any, semaphores: Semaphores, index: Any) -> Maker:
-        """The `index`-th."""
-        return cls(scratch, d_scores, key, d_query, semaphores, *semaphores.sequence.locate_query(index))
+    def of(cls, scratch: Scratch, d_scores: Any, key: Any, d_query: Any, semaphores: Semaphores, block: Any) -> Maker:
+        sequence = semaphores.sequence
+        pieces = sequence.pieces_before(block)
+        makes = sequence.pieces_before(block + 1) == pieces
+        place = sequence.locate_query(block - pieces)
+        return cls(scratch, d_scores, key, d_query, semaphores, pieces, makes, *place)
 
     @property
     def problem(self) -> Problem:
