@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import fast_layers
 from fast_layers import dispatch
+from fast_layers.ops.attention.hopper_bwd_beside import Maker
 from fast_layers.ops.ssd.config import HopperForwardTiles, HopperStateTiles
 from ops.kernel_calls import H200, KERNELS, operands_of, ssd
 
@@ -55,6 +56,22 @@ def test_a_split_sequence(monkeypatch):
     assert jax.eval_shape(sharded, x, a).shape == (4, 4096, 2, 64)
     grads = jax.eval_shape(jax.grad(lambda *args: sharded(*args).astype(jnp.float32).sum(), argnums=(0, 1)), x, a)
     assert [g.shape for g in grads] == [x.shape, a.shape]
+
+
+def test_attention_whose_blocks_wait_for_one_another(monkeypatch):
+    """On Hopper, of rows so long that dQ is made by blocks of the launch that leaves its dS."""
+    monkeypatch.setattr(dispatch, "lowering_targets", lambda: (H200,))
+    made, of = [], Maker.of
+    monkeypatch.setattr(Maker, "of", lambda *args: made.append(args) or of(*args))
+
+    def loss(x):
+        out = fast_layers.dot_product_attention(x, x, x, is_causal=True, implementation="hopper")
+        return jax.lax.psum(out.astype(jnp.float32).sum(), "data")
+
+    x = jax.ShapeDtypeStruct((8, 4096, 16, 128), jnp.bfloat16)
+    sharded = jax.shard_map(loss, mesh=_mesh(), in_specs=P("data"), out_specs=P())
+    assert jax.eval_shape(jax.grad(sharded), x).shape == x.shape
+    assert made
 
 
 def test_results_of_a_shard_do_not_pass_for_those_of_all(kernel):
