@@ -108,10 +108,14 @@ def load(run: Callable[[], Any]) -> None:
 
 
 def turns_of(names: Sequence[str], turns: int) -> Iterator[str]:
-    """Each once in a turn; turns go forwards and backwards, and begin with another from pair to pair."""
+    """Each once in a turn, there and back. In two turns for each name, every one comes as often after each of the others:
+    what a program leaves behind, a warm GPU above all, is no other's alone.
+
+    Source: Williams, "Experimental designs balanced for the estimation of residual effects of treatments" (1949).
+    """
+    zigzag = [i // 2 if i % 2 == 0 else -(i + 1) // 2 for i in range(len(names))]
     for turn in range(turns if names else 0):
-        first = turn // 2 % len(names)
-        order = [*names[first:], *names[:first]]
+        order = [names[(turn // 2 + step) % len(names)] for step in zigzag]
         yield from order if turn % 2 == 0 else reversed(order)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import struct
 import typing
@@ -36,6 +38,16 @@ def visible(case: cases.Case) -> np.ndarray:
     if lengths is not None:
         seen &= (row < lengths[:, None, None]) & (column < lengths[:, None, None])
     return seen
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_each_peer_comes_as_often_after_each_of_the_others(count):
+    names = "abcdefg"[:count]
+    order = list(timing.turns_of(names, 2 * count))
+    turns = [order[start : start + count] for start in range(0, len(order), count)]
+    assert all(sorted(turn) == list(names) for turn in turns)
+    after = collections.Counter(pair for turn in turns for pair in itertools.pairwise(turn))
+    assert after == {pair: 2 for pair in itertools.permutations(names, 2)}
 
 
 @pytest.mark.parametrize(
