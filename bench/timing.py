@@ -108,8 +108,8 @@ def load(run: Callable[[], Any]) -> None:
 
 
 def turns_of(names: Sequence[str], turns: int) -> Iterator[str]:
-    """Each once in a turn, there and back. In two turns for each name, every one comes as often after each of the others:
-    what a program leaves behind, a warm GPU above all, is no other's alone.
+    """Each once in a turn, there and back. In two turns for each name, every one comes as often after each of the
+    others: what a program leaves behind, a warm GPU above all, is no other's alone.
 
     Source: Williams, "Experimental designs balanced for the estimation of residual effects of treatments" (1949).
     """
