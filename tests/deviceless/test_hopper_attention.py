@@ -101,8 +101,6 @@ BATCHES = {
         "d64 causal": Call(qk_dim=64, options=CAUSAL),
         "d64 full, sizes of keys": Call(2048, heads=32, kv_heads=32, qk_dim=64, batch=8, cut=True),
         "d64 segments": Call(kv_heads=4, qk_dim=64, segments=True, options=CAUSAL),
-        "d64 everything": Call(kv_heads=4, qk_dim=64, segments=True, options=EVERYTHING),
-        "d80 causal, odd length": Call(2047, qk_dim=80, options=CAUSAL),
     },
     "deep": {
         "d128 causal, grouped, in parts": Call(kv_heads=4, leaves_d_scores=True, options=CAUSAL),
@@ -111,9 +109,11 @@ BATCHES = {
         "d128 everything": Call(kv_heads=4, segments=True, options=EVERYTHING),
         "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL),
         "d256 causal": Call(qk_dim=256, options=CAUSAL),
-        "d256 segments": Call(kv_heads=4, qk_dim=256, segments=True, options=CAUSAL),
     },
     "more forms": {
+        "d64 everything": Call(kv_heads=4, qk_dim=64, segments=True, options=EVERYTHING),
+        "d80 causal, odd length": Call(2047, qk_dim=80, options=CAUSAL),
+        "d256 segments": Call(kv_heads=4, qk_dim=256, segments=True, options=CAUSAL),
         "d128 causal": Call(**TWO_HEADS, options=CAUSAL),
         "d128 causal, grouped, odd length": Call(2047, kv_heads=4, options=CAUSAL),
         "d128 full, grouped, in parts": Call(16384, heads=32, kv_heads=8, batch=1, leaves_d_scores=True),

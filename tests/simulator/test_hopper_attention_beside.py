@@ -98,6 +98,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", some_each_run(FAULTS, {"dS of others not awaited", "a place taken that is in use"}))
+@pytest.mark.parametrize("fault", some_each_run(FAULTS, {"a place taken that is in use"}))
 def test_planted_fault_is_found(fault):
     found(hopper_bwd_beside, fault, FAULTS, *_beside(3))

@@ -64,6 +64,7 @@ def test_everything_in_a_split_sequence():
     _check(longer, jnp.bfloat16, state_tiles=HopperStateTiles(2, 2, splits=3))
 
 
+@pytest.mark.exhaustive
 def test_a_state_of_256():
     """Over two chunks and two heads, with D, gate and a first state: all that adds up shares of sums."""
     _check(_case(length=70, heads=2, state_dim=256, D="head", z=True, initial_state=True), jnp.bfloat16)
