@@ -1,9 +1,9 @@
 """Functions of named arrays, in JAX or PyTorch, that are timed in turns: what the benchmarks of Mamba-2 share.
 
-All peers of a cell get the same operands and take turns, so that drift hits all alike; the median counts. An untimed
-call stands before each timed one on a CPU, where the first call after one that gave back a gigabyte is slow. Times are
-of the device where CUPTI answers (see `bench/timing.py`), else of the wall clock. Programs return all that they
-compute. A peer that cannot run is listed with its reason; one whose output lies off the first one's, or any of
+All peers of a cell get the same operands and take turns there and back, so that drift hits all alike; the median
+counts. An untimed call stands before each timed one on a CPU, where the first call after one that gave back a gigabyte
+is slow. Times are of the device where CUPTI answers (see `bench/timing.py`), else of the wall clock. Programs return all
+that they compute. A peer that cannot run is listed with its reason; one whose output lies off the first one's, or any of
 its gradients, is marked.
 """
 
@@ -197,10 +197,9 @@ def run_cell(
             (hlo / f"{case.name} {pass_} {peer.name}.hlo.txt".replace(" ", "_")).write_text(program.hlo)
     taken: dict[str, list[float]] = {name: [] for name in programs}
     methods = {}
-    for _ in range(repeats):
-        for name, program in programs.items():
-            seconds, methods[name] = program.seconds()
-            taken[name].append(seconds)
+    for name in timing.turns_of(list(programs), repeats):
+        seconds, methods[name] = programs[name].seconds()
+        taken[name].append(seconds)
     moved = case.bytes(pass_)
     for row in rows:
         name = row["name"]
