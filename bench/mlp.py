@@ -462,13 +462,13 @@ def measure_cell(
     found = _in_one_row(in_row, inputs, rounds, watch) if timing.on_gpu() else None
     for name, times in (found or {}).items():
         taken[name], rows[name].method = times, "cupti"
-    for turn in range(rounds):
-        for name, program in list(programs.items())[:: 1 if turn % 2 == 0 else -1]:
-            if rows[name].refused is None and name not in (found or {}):
-                timed, rows[name].refused = attempt(lambda p=program: p.seconds(inputs, watch))
-                if timed is not None:
-                    taken[name] += timed[0]
-                    rows[name].method = timed[1]
+    for name in timing.turns_of(list(programs), rounds):
+        program = programs[name]
+        if rows[name].refused is None and name not in (found or {}):
+            timed, rows[name].refused = attempt(lambda p=program: p.seconds(inputs, watch))
+            if timed is not None:
+                taken[name] += timed[0]
+                rows[name].method = timed[1]
     for name, times in taken.items():
         row = rows[name]
         if times and row.refused is None:

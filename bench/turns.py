@@ -1,10 +1,10 @@
 """Functions of named arrays, in JAX or PyTorch, that are timed in turns: what the benchmarks of Mamba-2 share.
 
 All peers of a cell get the same operands and take turns there and back, so that drift hits all alike; the median
-counts. An untimed call stands before each timed one on a CPU, where the first call after one that gave back a gigabyte
-is slow. Times are of the device where CUPTI answers (see `bench/timing.py`), else of the wall clock. Programs return all
-that they compute. A peer that cannot run is listed with its reason; one whose output lies off the first one's, or any of
-its gradients, is marked.
+counts. An untimed call stands before each timed one on a CPU, where the first call after one that gave back a
+gigabyte is slow. Times are of the device where CUPTI answers (see `bench/timing.py`), else of the wall clock.
+Programs return all that they compute. A peer that cannot run is listed with its reason; one whose output lies off the
+first one's, or any of its gradients, is marked.
 """
 
 from __future__ import annotations
