@@ -10,6 +10,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from closeness import assert_bitwise_equal
 from flax import nnx
@@ -129,7 +130,7 @@ def test_norm_eps_is_that_of_all_norms(tmp_path, monkeypatch):
     np.testing.assert_allclose(got, mamba2_oracle.mixer(own, u, **sizes), rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("norm_eps", [-1e-5, float("inf"), float("nan"), "1e-5"])
+@pytest.mark.parametrize("norm_eps", [-1e-5, float("inf"), float("nan"), "1e-5", True])
 def test_norm_eps_that_no_norm_has(norm_eps):
     with pytest.raises(ValueError, match=r"norm_eps=.*: must be a number, 0 or more"):
         Mamba2LMConfig.from_json(HUGGING_FACE | {"layer_norm_epsilon": norm_eps})
@@ -223,6 +224,24 @@ def test_weights_in_several_files_and_saved_again_in_their_folder(tmp_path):
     assert_bitwise_equal(tensors_in(checkpoints.load_mamba2(tmp_path)), changed)
     write_in_parts(tmp_path, tensors)  # such as another program left them there
     assert_bitwise_equal(tensors_in(checkpoints.load_mamba2(tmp_path)), changed)
+
+
+def test_parts_that_are_no_whole(tmp_path):
+    tensors = published("backbone.embeddings.weight")
+    write_in_parts(tmp_path, tensors)
+    weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    first, second = sorted(set(weight_map.values()))
+    name = next(name for name, file in weight_map.items() if file == first)
+    own = load_file(tmp_path / second)
+    save_file({**own, name: tensors[name] + 1}, tmp_path / second)
+    with pytest.raises(ValueError, match=f"{second}: {name} is in a part before it, too"):
+        checkpoints.load_mamba2(tmp_path)
+    (tmp_path / second).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{second} is not there, .* lists .1 of 2 parts are missing.: downl"):
+        checkpoints.load_mamba2(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(ValueError, match="its weight_map names no tensors"):
+        checkpoints.load_mamba2(tmp_path)
 
 
 def test_only_parts_in_the_folder_itself_are_deleted(tmp_path):
@@ -345,6 +364,8 @@ BAD_TENSORS = {
     "shape": ({D: np.zeros(5)}, r"backbone.layers.1.mixer.D must have shape \(4,\), got \(5,\)"),
     "all at once": ({D: None, "extra": np.zeros(1)}, "missing: backbone.layers.1.mixer.D; not part .*: extra"),
     "rows": ({"backbone__embedding__weight": np.zeros((40, 16))}, r"must have shape \(48, 16\), got \(40, 16\)"),
+    "integers": ({D: np.ones(4, np.int64)}, "backbone.layers.1.mixer.D must be float16, .*, got int64"),
+    "8 bits": ({D: np.ones(4, jnp.float8_e4m3fn)}, "backbone.layers.1.mixer.D must be float16, .*, got float8_e4m3fn"),
     "no embedding": ({"backbone__embedding__weight": None}, "one of backbone.embedding.weight and .*got neither"),
     "both spellings": ({"backbone__embeddings__weight": np.zeros((48, 16))}, "got both"),
 }
@@ -362,6 +383,84 @@ def test_parameters_that_do_not_fit():
     del params["layers"][0]["mixer"]["D"]
     with pytest.raises(ValueError, match=re.escape("parameters are missing: layers.0.mixer.D")):
         checkpoints.tensors_of(params, config)
+    with pytest.raises(ValueError, match="params is a list: must be nested dicts"):
+        checkpoints.tensors_of([], config)
+
+
+def test_parameters_restored_by_orbax(tmp_path):
+    """It makes strings of the layers' numbers."""
+    config = Mamba2LMConfig.from_json(STATE_SPACES)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", checkpoints.params_of(published(), config))
+        checkpointer.wait_until_finished()
+        params = checkpointer.restore(tmp_path / "orbax")
+    assert "0" in params["layers"]
+    assert_bitwise_equal(checkpoints.tensors_of(params, config), published())
+
+
+def _with_adapter(model):
+    mixer = model.layers[1].mixer
+    wide = mixer.in_proj.out_features
+    mixer.in_proj = nnx.LoRALinear(16, wide, lora_rank=2, use_bias=False, rngs=nnx.Rngs(0))
+
+
+def _with_bias(model):
+    model.layers[0].mixer.out_proj = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+
+
+def _with_head(model):
+    model.head = nnx.Linear(16, ROWS, use_bias=False, rngs=nnx.Rngs(0))
+
+
+def _with_block(model):
+    model.layers.append(checkpoints.Mamba2LM(model.config, rngs=nnx.Rngs(0)).layers[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "unknown"),
+    [
+        (_with_adapter, r"layers.1.mixer.in_proj.lora.lora_a, layers.1.mixer.in_proj.lora.lora_b"),
+        (_with_bias, "layers.0.mixer.out_proj.bias"),
+        (_with_head, "head.kernel in .*: set tie_embeddings to false"),
+        (_with_block, r"layers.2.mixer.A_log, .*layers.2.norm.scale"),
+    ],
+)
+def test_parameters_without_a_place_are_not_left_out(tmp_path, change, unknown):
+    """Nor is anything written, in whose place an older model may stand."""
+    model = checkpoints.Mamba2LM(Mamba2LMConfig.from_json(STATE_SPACES), rngs=nnx.Rngs(0))
+    change(model)
+    with pytest.raises(ValueError, match=f"there is no place for {unknown}"):
+        checkpoints.save_mamba2(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_float64(tmp_path):
+    """As it is, where JAX has it; else as what is asked for, or not at all."""
+    tensors = published("backbone.embeddings.weight", np.float64)
+    folder = write(tmp_path, tensors, HUGGING_FACE)
+    with jax.enable_x64(True):
+        assert_bitwise_equal(tensors_in(checkpoints.load_mamba2(folder)), tensors)
+    assert checkpoints.load_mamba2(folder, param_dtype=jnp.float32).embed.embedding.dtype == jnp.float32
+    with pytest.raises(ValueError, match="is float64, which JAX has with jax_enable_x64 alone: set that, or pass"):
+        checkpoints.load_mamba2(folder)
+
+
+def test_numpy_settings_are_saved(tmp_path):
+    config = dataclasses.replace(
+        Mamba2LMConfig.from_json(STATE_SPACES), tie_embeddings=np.bool_(True), norm_eps=np.float32(1e-6)
+    )
+    checkpoints.save_mamba2(checkpoints.Mamba2LM(config, rngs=nnx.Rngs(0)), tmp_path, "huggingface")
+    assert checkpoints.load_mamba2(tmp_path).config.norm_eps == config.norm_eps
+
+
+def test_decoding_without_a_cache():
+    model = checkpoints.Mamba2LM(Mamba2LMConfig.from_json(STATE_SPACES), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"no cache .*: call model.init_cache\(tokens.shape\[:-1\]\) first"):
+        model(TOKENS, decode=True)
+    model.init_cache(TOKENS.shape[:-1])
+    assert model(TOKENS, decode=True).shape == (*TOKENS.shape, ROWS)
+    with pytest.raises(ValueError, match="batch=2: must be the dims before the length"):
+        model.init_cache(2)
 
 
 BAD_CONFIGS = {
@@ -406,14 +505,14 @@ def test_configs_of_another_type():
             misused()
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("F8_E4M3", 8), ("F8_E5M2", 8), ("F4", 4)])
-def test_weights_of_small_floats(tmp_path, dtype, size):
+@pytest.mark.parametrize(("dtype", "size"), [("F8_E4M3", 8), ("F8_E5M2", 8), ("F4", 4), ("I8", 8), ("BOOL", 8)])
+def test_weights_of_small_floats_and_integers(tmp_path, dtype, size):
     folder = write(tmp_path, published())
     entry = {"dtype": dtype, "shape": [8], "data_offsets": [0, size]}
     header = json.dumps({"backbone.norm_f.weight": entry}).encode()
     content = len(header).to_bytes(8, "little") + header + bytes(size)
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"backbone.norm_f.weight is of dtype {dtype}: must be float32, float16 or"):
+    with pytest.raises(ValueError, match=rf"backbone.norm_f.weight is of dtype {dtype}: must be float32, float16, bf"):
         checkpoints.load_mamba2(folder)
 
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
+
 from fast_layers.layers.mamba2_options import Mamba2Options
 from fast_layers.ops.operands import is_integer
 from fast_layers.ops.static_options import check_size, flag
@@ -72,7 +74,9 @@ _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 @dataclasses.dataclass(frozen=True)
 class Mamba2LMConfig:
-    """A model of `n_layer` blocks x + mixer(norm(x)) between an embedding and a head. Defaults are mamba_ssm's.
+    """A model of `n_layer` blocks x + mixer(norm(x)) between an embedding and a head.
+
+    Defaults are mamba_ssm's, but for the embedding's rows, which come in multiples of 16 here and of 8 there.
 
     `vocab_size` counts tokens in use; the embedding has rows up to the next multiple of `pad_vocab_size_multiple`.
     The mixer's fields are arguments of `fast_layers.Mamba2`; `norm_eps` is that of all norms, its own included.
@@ -103,12 +107,16 @@ class Mamba2LMConfig:
         for name in ("n_layer", "vocab_size", "pad_vocab_size_multiple"):
             check_size(name, getattr(self, name))
         for field in dataclasses.fields(self):
+            # Numpy's are not written to JSON.
             if is_integer(value := getattr(self, field.name)):
-                object.__setattr__(self, field.name, int(value))  # numpy's are not written to JSON
+                object.__setattr__(self, field.name, int(value))
+            elif isinstance(value, np.bool_):
+                object.__setattr__(self, field.name, bool(value))
         for name in ("tie_embeddings", "residual_in_fp32", "bias", "conv_bias"):
             flag(name, getattr(self, name))
         # The options reject what no mixer has.
         object.__setattr__(self, "dt_limit", self.mixer_options.dt_limit)
+        object.__setattr__(self, "norm_eps", float(self.norm_eps))
 
     @property
     def vocab_rows(self) -> int:
@@ -214,7 +222,7 @@ def _from_huggingface(content: Mapping[str, Any]) -> Mamba2LMConfig:
     heads = content.get("num_heads", config.mixer_options.heads)
     if heads != config.mixer_options.heads:
         raise ValueError(
-            f"config.json: num_heads={heads}, but expand * hidden_size / head_dim is {config.mixer_options.heads}"
+            f"config.json: num_heads={heads!r}, but expand * hidden_size / head_dim is {config.mixer_options.heads}"
         )
     return config
 

@@ -21,8 +21,9 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # of weights in several files
 
-_SMALL_FLOATS = ("F8", "F6", "F4")
-"""How safetensors' names of floats of 8 bits and less begin, which its NumPy reader cannot read."""
+_WEIGHTS = ("F64", "F32", "F16", "BF16")
+"""Safetensors' names of the dtypes that weights may have: smaller ones and integers are quantised, and its NumPy reader
+does not know all of them."""
 
 
 def load_mamba2(
@@ -55,7 +56,14 @@ def load_mamba2(
             raise FileNotFoundError(f"{folder / CONFIG} is not there: pass config=Mamba2LMConfig(...)")
         config = Mamba2LMConfig.from_json(_json(folder / CONFIG))
     check_config(config)
-    params = params_of(_read(path), config)
+    tensors = _read(path)
+    doubles = [name for name, x in tensors.items() if x.dtype == np.float64]
+    if doubles and param_dtype is None and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            f"{path}: {doubles[0]} is float64, which JAX has with jax_enable_x64 alone: set that, or pass "
+            "param_dtype=jnp.float32"
+        )
+    params = params_of(tensors, config)
     own_dtype = params["embed"]["embedding"].dtype if param_dtype is None else param_dtype
     model = nnx.eval_shape(lambda: Mamba2LM(config, dtype=dtype, param_dtype=own_dtype, rngs=nnx.Rngs(0)))
     state = nnx.state(model, nnx.Param)
@@ -77,7 +85,8 @@ def save_mamba2(model: Mamba2LM, folder: str | os.PathLike[str], layout: Layout 
 
     Raises:
       ImportError: the package safetensors is not installed.
-      ValueError: what is no Mamba2LM; settings that the layout does not have; or an index that is none.
+      ValueError: what is no Mamba2LM, or has parameters that its config does not (adapters, biases, another head);
+        settings that the layout does not have; or an index that is none. Nothing is written then.
     """
     if not isinstance(model, Mamba2LM):
         raise ValueError(
@@ -111,8 +120,13 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         files = [path]
     else:
         # The whole before the parts, as others read: an index beside it may be of an older model.
-        names = [] if (path / WEIGHTS).is_file() else _parts(path)
-        files = [path / name for name in names or [WEIGHTS]]
+        parts = [] if (path / WEIGHTS).is_file() else _parts(path)
+        if missing := [name for name in parts if not (path / name).is_file()]:
+            raise FileNotFoundError(
+                f"{path / missing[0]} is not there, which {INDEX} lists ({len(missing)} of {len(parts)} parts are "
+                "missing): download it"
+            )
+        files = [path / name for name in parts or [WEIGHTS]]
     tensors: dict[str, np.ndarray] = {}
     for file in files:
         if not file.is_file():
@@ -124,21 +138,24 @@ def _read(path: Path) -> dict[str, np.ndarray]:
             with safetensors.safe_open(file, "numpy") as content:
                 names = content.keys()
                 _check_dtypes(file, {name: content.get_slice(name).get_dtype() for name in names})
-            tensors |= safetensors.numpy.load_file(file)
+            found = safetensors.numpy.load_file(file)
         except safetensors.SafetensorError as error:
             raise ValueError(
                 f"{file} is damaged or no safetensors file ({error}): download or copy it again; of a "
                 "pytorch_model.bin torch.load and safetensors.torch.save_file make one"
             ) from error
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise ValueError(f"{file}: {twice[0]} is in a part before it, too: the parts are not of one model")
+        tensors |= found
     return tensors
 
 
 def _check_dtypes(file: Path, dtypes: dict[str, str]) -> None:
     for name, dtype in dtypes.items():
-        if dtype.startswith(_SMALL_FLOATS):
+        if dtype not in _WEIGHTS:
             raise ValueError(
-                f"{file}: {name} is of dtype {dtype}: must be float32, float16 or bfloat16; write the checkpoint anew "
-                "with tensor.to(torch.bfloat16), times the scale that stands beside it if there is one"
+                f"{file}: {name} is of dtype {dtype}: must be float32, float16, bfloat16 or float64; write the "
+                "checkpoint anew with tensor.to(torch.bfloat16), times the scale that stands beside it if there is one"
             )
 
 
@@ -150,6 +167,8 @@ def _parts(folder: Path) -> list[str]:
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{folder / INDEX}: must be an object with weight_map, the file of each tensor")
+    if not weight_map and not (folder / WEIGHTS).is_file():
+        raise ValueError(f"{folder / INDEX}: its weight_map names no tensors: download or copy it again")
     return sorted(set(weight_map.values()))
 
 

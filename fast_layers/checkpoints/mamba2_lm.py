@@ -32,7 +32,7 @@ class Mamba2LM(nnx.Module):
       config: its sizes.
       dtype: of the computation; None: that of the parameters.
       param_dtype: of the parameters.
-      rngs: stream `params`; initial values are those of mamba_ssm.
+      rngs: stream `params`; initial values are those of mamba_ssm, but for an untied head's, which has the embedding's.
 
     Parameters: embed.embedding [V, d_model], layers.{i}.norm.scale, layers.{i}.mixer (see `fast_layers.Mamba2`),
     final_norm.scale, and head.kernel [d_model, V] unless the embedding serves as head.
@@ -78,6 +78,8 @@ class Mamba2LM(nnx.Module):
           segment_ids: packed documents, as in `fast_layers.Mamba2`.
           decode: continue the caches that `init_cache` made.
         """
+        if decode and any(layer.mixer.ssm_state is None for layer in self.layers):
+            raise ValueError("no cache to decode with: call model.init_cache(tokens.shape[:-1]) first")
         x = self.embed(tokens)
         block_dtype = x.dtype
         if self.config.residual_in_fp32:
@@ -90,6 +92,8 @@ class Mamba2LM(nnx.Module):
 
     def init_cache(self, batch: tuple[int, ...], dtype: Any = jnp.float32) -> None:
         """Empty caches for tokens of [*batch, any length]."""
+        if not isinstance(batch, tuple | list):
+            raise ValueError(f"{batch=}: must be the dims before the length, such as tokens.shape[:-1]")
         for layer in self.layers:
             layer.mixer.init_cache((*batch, 1, self.config.d_model), dtype)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fast_layers.checkpoints.config import Layout, Mamba2LMConfig, check_config, check_layout
+from fast_layers.ops.operands import is_wide_float
 
 EMBEDDING_NAMES = {"state-spaces": "backbone.embedding.weight", "huggingface": "backbone.embeddings.weight"}
 HEAD_NAME = "lm_head.weight"
@@ -81,7 +82,8 @@ def params_of(tensors: Mapping[str, np.ndarray], config: Mamba2LMConfig) -> dict
         embedding, and the embedding may lack its padding rows, which are zeros then.
 
     Raises:
-      ValueError: missing, unknown or wrongly shaped tensors, all of them named.
+      ValueError: missing, unknown or wrongly shaped tensors, or such as are no floats of 16 bits at least, all of them
+        named.
     """
     check_config(config)
     layout = layout_of(tensors)
@@ -89,9 +91,11 @@ def params_of(tensors: Mapping[str, np.ndarray], config: Mamba2LMConfig) -> dict
     if config.tie_embeddings and HEAD_NAME in tensors:
         head, embedding = tensors.pop(HEAD_NAME), tensors.get(EMBEDDING_NAMES[layout])
         if embedding is not None and not _same_bits(head, embedding):
+            dtypes = "" if head.dtype == embedding.dtype else f" (their dtypes are {head.dtype} and {embedding.dtype})"
             raise ValueError(
-                f"{HEAD_NAME} is not {EMBEDDING_NAMES[layout]}, though the config says that they are tied: set "
-                "tie_embeddings to false (tie_word_embeddings in Hugging Face's config.json)"
+                f"{HEAD_NAME} is not {EMBEDDING_NAMES[layout]}{dtypes}, though the config says that they are tied: "
+                "leave it out if it is, or set tie_embeddings to false (tie_word_embeddings in Hugging Face's "
+                "config.json)"
             )
     entries = list(_entries(config, layout))
     tied_names = {EMBEDDING_NAMES[layout], HEAD_NAME}
@@ -115,24 +119,45 @@ def tensors_of(
 
     A tied head is left out, as safetensors files do: two names for one tensor.
 
+    Args:
+      params: the layers' keys are ints, or strings of them, as orbax restores them.
+
     Raises:
-      ValueError: missing or wrongly shaped parameters, all of them named.
+      ValueError: missing or wrongly shaped parameters, or some that the layout has no place for, all of them named.
     """
     check_config(config)
     check_layout(layout)
-    tensors, missing = {}, []
-    for entry in _entries(config, layout):
-        place: Any = params
-        for key in entry.path:
-            place = place.get(key) if isinstance(place, Mapping) else None
-        if place is None:
-            missing.append(".".join(map(str, entry.path)))
-        else:
-            tensors[entry.name] = np.ascontiguousarray(entry.turn(np.asarray(place)))
-    if missing:
+    if not isinstance(params, Mapping):
+        raise ValueError(
+            f"params is a {type(params).__name__}: must be nested dicts, as nnx.to_pure_dict(nnx.state(model, "
+            "nnx.Param)) gives"
+        )
+    given, entries = dict(_leaves(params)), list(_entries(config, layout))
+    paths = [".".join(map(str, entry.path)) for entry in entries]
+    if missing := [path for path in paths if path not in given]:
         raise ValueError(f"parameters are missing: {', '.join(missing)}")
+    if unknown := sorted(given.keys() - set(paths)):
+        tied = config.tie_embeddings and any(path.startswith("head.") for path in unknown)
+        hint = "; the config says that the head is the embedding: set tie_embeddings to false" if tied else ""
+        raise ValueError(
+            f"there is no place for {', '.join(unknown)} in a Mamba2LM of this config: what is written would be "
+            f"another model{hint}"
+        )
+    tensors = {
+        entry.name: np.ascontiguousarray(entry.turn(np.asarray(given[path])))
+        for entry, path in zip(entries, paths, strict=True)
+    }
     _check(tensors, tensor_shapes(config, layout))
     return tensors
+
+
+def _leaves(params: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, array) of nested dicts, but for those that are None."""
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", value
 
 
 def layout_of(tensors: Mapping[str, Any]) -> Layout:
@@ -161,6 +186,8 @@ def _check(tensors: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ..
     for name, shape in wanted.items():
         if name in tensors and tensors[name].shape != shape:
             problems.append(f"{name} must have shape {shape}, got {tensors[name].shape}")
+        if name in tensors and not is_wide_float(tensors[name].dtype):
+            problems.append(f"{name} must be float16, bfloat16, float32 or float64, got {tensors[name].dtype}")
     if problems:
         raise ValueError("; ".join(problems) + ". Do the tensors and the config belong together?")
 

@@ -291,6 +291,8 @@ def _positions(
             "input_positions must be a pair (queries, keys) when their lengths differ, got one array for "
             f"{q_len} queries and {kv_len} keys"
         )
+    if any(given is None for given in pair):
+        raise ValueError("input_positions has None in its pair (queries, keys): give both, or one array if they agree")
     read = [integers("input_positions", given) for given in pair]
     return read[0], read[-1]
 

@@ -24,6 +24,7 @@ from fast_layers.layers.mamba2_mixer import (
     refuse_in_decode,
 )
 from fast_layers.layers.mamba2_options import Mamba2Options
+from fast_layers.ops.operands import is_integer, is_wide_float
 from fast_layers.ops.static_options import flag
 
 _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -70,7 +71,9 @@ class Mamba2(nnx.Module):
       kernel_metadata, bias_metadata: of in_proj's parameters, as `nnx.Linear` takes them.
       conv_kernel_metadata, conv_bias_metadata, out_kernel_metadata, out_bias_metadata, norm_metadata: likewise.
       head_metadata: of dt_bias, A_log and D.
-      implementation: a backend of `ssd` by name; None takes the best. `fast_layers.explain` tells which.
+      implementation: a backend of `ssd` by name; None takes the best. `fast_layers.explain` tells which. For forward
+        mode and second derivatives the convolution and the norm must be "reference", too:
+        `fast_layers.use_backends(force="reference")`.
       rngs: stream `params`.
 
     Decoding. `init_cache((*B, T, F), dtype)` makes an empty cache: `conv_state` [*B, C, W-1] and `ssm_state`
@@ -255,9 +258,17 @@ class Mamba2(nnx.Module):
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
         """An empty cache for decoding inputs of [*B, T, F]; T is there as for attention and does not matter."""
-        if len(input_shape) < 2 or input_shape[-1] != self.options.d_model:
+        is_shape = isinstance(input_shape, tuple | list) and all(map(is_integer, input_shape))
+        if not is_shape or len(input_shape) < 2 or input_shape[-1] != self.options.d_model:
+            got = input_shape if isinstance(input_shape, int | tuple | list) else type(input_shape).__name__
             raise ValueError(
-                f"input_shape must be (*batch, length, d_model) with d_model={self.options.d_model}, got {input_shape}"
+                f"input_shape must be (*batch, length, d_model) with d_model={self.options.d_model}, such as u.shape, "
+                f"got {got}"
+            )
+        if not is_wide_float(dtype):
+            raise ValueError(
+                f"dtype={jnp.dtype(dtype).name}: the cache must be float16, bfloat16, float32 or float64; float32 "
+                "loses nothing"
             )
         shapes = Mamba2State.shapes(self.options, tuple(input_shape[:-2]))
         self.conv_state, self.ssm_state = (nnx.Cache(jnp.zeros(shape, dtype)) for shape in shapes)

@@ -52,6 +52,8 @@ def check_input(options: Mamba2Options, u: ArrayLike) -> Array:
         raise ValueError(f"u has dtype {u.dtype}: must be real; pass u.real, or both parts as features")
     if u.ndim < 2 or u.shape[-1] != options.d_model:
         raise ValueError(f"u must be [batch.., length, d_model] with d_model={options.d_model}, got {u.shape}")
+    if isinstance(u.shape[-2], int) and u.shape[-2] == 0:  # others are symbols, of which none is 0
+        raise ValueError(f"u has length 0, shape {u.shape}: there is nothing to mix; leave the call out")
     return u
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from fast_layers import dispatch
+from fast_layers.ops.operands import is_real
 from fast_layers.ops.ssd import check
 from fast_layers.ops.ssd.backends import BACKENDS
 from fast_layers.ops.static_options import check_size, flag
@@ -52,7 +53,7 @@ class Mamba2Options:
                 f"ngroups={self.ngroups} does not divide the {self.heads} heads (d_ssm / headdim), which share B and C "
                 "group by group; change either"
             )
-        if not isinstance(self.norm_eps, int | float) or not 0 <= self.norm_eps < math.inf:
+        if not is_real(self.norm_eps) or not 0 <= self.norm_eps < math.inf:
             raise ValueError(f"norm_eps={self.norm_eps!r}: must be a number, 0 or more")
         object.__setattr__(self, "dt_limit", check.dt_limit(self.dt_limit))
         if self.chunk_size is not None:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
+from fast_layers.ops.operands import is_real
+
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
@@ -93,5 +95,5 @@ class Rope:
 
 
 def _check_positive(name: str, value) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not is_real(value) or not 0 < value < math.inf:
         raise ValueError(f"{name}={value!r}: must be a finite number > 0")

@@ -23,9 +23,14 @@ def to_array(name: str, given: Any, wanted: str = "an array") -> Array:
         raise ValueError(f"{name} is {shown}: must be {wanted}") from error
 
 
+def is_wide_float(dtype: Any) -> bool:
+    """Floats of 16 bits and more: narrower ones want a scale beside them."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize >= 2
+
+
 def floating(name: str, given: Any) -> Array:
     array = to_array(name, given)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
+    if not is_wide_float(array.dtype):
         raise ValueError(
             f"{name} has dtype {array.dtype}: must be floating point (float16, bfloat16, float32, float64); "
             f"cast it, e.g. {name}.astype(jnp.bfloat16)"

@@ -29,7 +29,10 @@ def check_size(name: str, value: Any) -> None:
 
 def check_dropout_rate(value: Any) -> None:
     if not is_real(value) or not 0.0 <= value < 1.0:
-        raise ValueError(f"dropout_rate={value!r}: must be a number in [0, 1)")
+        raise ValueError(
+            f"dropout_rate={value!r}: must be a number in [0, 1) of Python or NumPy, known when tracing; of a jax "
+            "array take float(dropout_rate)"
+        )
 
 
 @functools.cache

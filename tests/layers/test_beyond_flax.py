@@ -205,7 +205,8 @@ def test_our_hook_as_attention_fn_is_the_default():
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"window": -1}, "must be an int >= 0"),
+        ({"window": -1}, "window=-1: left=-1 must be an int >= 0"),
+        ({"window": (2, -1)}, r"window=\(2, -1\): right=-1 must be an int >= 0, or None"),
         ({"window": (1, 2, 3)}, r"must be an int or a pair \(left, right\)"),
         ({"window": 2.5}, r"must be an int or a pair \(left, right\)"),
         ({"softcap": -3.0}, "softcap=-3.0: must be a finite number > 0"),
@@ -282,6 +283,7 @@ def test_listed_segments_are_one_array(call):
         (np.ones(LENGTH, bool), "input_positions must be integers, got dtype bool"),
         (np.arange(float(LENGTH)), "input_positions must be integers, got dtype float"),
         ((1, 2, 3), r"input_positions must be an array or a pair \(queries, keys\), got 3 entries"),
+        ((np.arange(5), None), "input_positions has None in its pair"),
     ],
     ids=str,
 )

@@ -523,6 +523,7 @@ BAD_CALLS = {
         {"initial_state": (STATE.conv[..., :2], STATE.ssm)},
         r"initial_state: .*\(2, 44, 3\) and \(2, 4, 8, 6\) .*got \(2, 44, 2\)",
     ),
+    "length 0": ({"u": ZEROS[:, :0]}, r"u has length 0, shape \(2, 0, 16\): there is nothing to mix"),
     "documents in a cache": ({"decode": True, "segment_ids": np.zeros(T, int)}, "segment_ids with decode=True"),
     "state and cache": ({"decode": True, "initial_state": STATE}, "initial_state with decode=True"),
 }
@@ -557,6 +558,12 @@ def test_wrong_caches():
         made(ZEROS, decode=True)
     with pytest.raises(ValueError, match=r"input_shape must be \(\*batch, length, d_model\) with d_model=16"):
         made.init_cache((2, T, 5))
+    for given in (jnp.ones((3, T, F)), F):
+        with pytest.raises(ValueError, match=r"with d_model=16, such as u.shape, got (ArrayImpl|16)"):
+            made.init_cache(given)
+    for dtype in (jnp.int32, jnp.float8_e4m3fn):
+        with pytest.raises(ValueError, match=f"dtype={jnp.dtype(dtype).name}: the cache must be float16"):
+            made.init_cache((3, T, F), dtype)
     made.init_cache((3, T, F))
     with pytest.raises(ValueError, match=r"the cache: .* for a batch of \(2,\), got \(3, 44, 3\)"):
         made(ZEROS, decode=True)

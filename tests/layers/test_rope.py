@@ -101,9 +101,16 @@ def test_keeps_the_dtype():
         assert Rope().apply(jnp.ones((5, 1, 4), dtype), jnp.arange(5)).dtype == dtype
 
 
+def test_numbers_of_numpy():
+    for theta in (np.float32(10_000), np.int64(10_000)):
+        np.testing.assert_array_equal(Rope(theta=theta).frequencies(8), Rope(theta=10_000.0).frequencies(8))
+    assert Llama3Scaling(original_max_position=np.int64(8192)) == Llama3Scaling(original_max_position=8192)
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
+        (lambda: Rope(theta=True), "theta=True: must be a finite number > 0"),
         (lambda: Rope(theta=-1.0), "theta=-1.0: must be a finite number > 0"),
         (lambda: Rope(scaling="llama3"), "must be None or a fast_layers.Llama3Scaling"),
         (lambda: Llama3Scaling(factor=0), "factor=0: must be a finite number > 0"),

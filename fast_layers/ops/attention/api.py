@@ -407,7 +407,9 @@ def check_softcap(softcap: Any) -> float | None:
     if softcap is None:
         return None
     if not is_real(softcap) or not _is_float32(softcap):
-        raise ValueError(f"softcap={softcap!r}: must be a finite number > 0 {_OF_FLOAT32}, or None for no cap")
+        raise ValueError(
+            f"softcap={softcap!r}: must be a finite number > 0 of Python or NumPy {_OF_FLOAT32}, or None for no cap"
+        )
     return float(softcap)
 
 
@@ -437,7 +439,7 @@ def _known_number(x: Any) -> float | None:
 def _check_dropout(rate: Any, rng: Array | None) -> float:
     check_dropout_rate(rate)
     if rate and rng is None:
-        raise ValueError(f"dropout_rng is required with {rate=}: pass a key such as jax.random.key(0)")
+        raise ValueError(f"dropout_rng is required with dropout_rate={rate}: pass a key such as jax.random.key(0)")
     return float(rate)
 
 
@@ -456,9 +458,11 @@ def _seed(rng: Any, batch: int, heads: int, broadcast: bool) -> DropoutSeed:
 
 
 def window_pair(name: str, window: Any) -> tuple[int | None, int | None]:
-    if is_integer(window):
-        return window, window
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"{name}={window!r}: must be an int or a pair (left, right)")
-    left, right = window
+    pair = (window, window) if is_integer(window) else window
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(f"{name}={window!r}: must be an int or a pair (left, right), known when tracing")
+    left, right = pair
+    for side, size in (("left", left), ("right", right)):
+        if size is not None and (not is_integer(size) or size < 0):
+            raise ValueError(f"{name}={window!r}: {side}={size!r} must be an int >= 0, or None for unbounded")
     return left, right

@@ -215,7 +215,7 @@ BAD = {
     "dropout rate of NaN": ({"dropout_rate": float("nan")}, ["dropout_rate=nan", "[0, 1)"]),
     "dropout without a key": (
         {"dropout_rate": 0.5},
-        ["dropout_rng is required", "rate=0.5", "jax.random.key(0)"],
+        ["dropout_rng is required", "dropout_rate=0.5", "jax.random.key(0)"],
     ),
     "backend": ({"implementation": "flash"}, ["implementation 'flash' is unknown", "xla, reference"]),
 }

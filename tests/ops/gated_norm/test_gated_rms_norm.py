@@ -235,6 +235,7 @@ def test_inside_shard_map(check_vma):
 Y, WEIGHT = np.zeros((2, 6), np.float32), np.zeros(6, np.float32)
 BAD = {
     "integers": ({"y": Y.astype(int)}, "y has dtype int.*must be floating point"),
+    "8 bits": ({"y": Y.astype(jnp.float8_e4m3fn)}, "y has dtype float8_e4m3fn: must be floating point"),
     "no features": ({"y": Y[:, :0], "z": Y[:, :0]}, r"at least one feature, got \(2, 0\)"),
     "shapes": ({"z": Y[:1]}, r"the same shape, got \(2, 6\) and \(1, 6\)"),
     "dtypes": ({"z": Y.astype(np.float16)}, "the same dtype, got float32 and float16; cast"),
