@@ -42,6 +42,40 @@ def test_those_of_kernels_are_refused(name, monkeypatch):
         jax.eval_shape(_curvature(lambda x: loss(x, *map(jnp.zeros_like, weights))), x, x)
 
 
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit, jax.checkpoint, jax.vmap])
+def test_reverse_mode_of_the_gradient_of_attention_by_xla_is_refused(transform):
+    def slope(x):
+        gradient = jax.grad(lambda x: (_attention(x, implementation="xla") ** 2).sum())
+        return (transform(gradient)(x[None] if transform is jax.vmap else x) ** 2).sum()
+
+    x = np.ones((2, 24, 16), np.float32)
+    assert np.isfinite(jax.jit(slope)(x))
+    again = r"attention: xla is differentiated once in reverse mode; .* Take implementation=\"reference\" for any order"
+    with pytest.raises(ValueError, match=again):
+        jax.grad(slope)(x)
+
+
+def test_hessian_of_attention_by_xla():
+    """In directions, which `vmap` takes all at once."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def hessian(implementation, x):
+        def loss(x):
+            return (
+                fast_layers.dot_product_attention(x, x, x, is_causal=True, implementation=implementation) ** 2
+            ).sum()
+
+        return jax.hessian(loss)(x)
+
+    def make(draw):
+        x = np.random.default_rng(draw).normal(size=(6, 2, 4)).astype(np.float32)
+        with jax.enable_x64(True):
+            wide = jax.device_get(hessian("reference", x.astype(np.float64)))
+        return hessian("xla", x), wide, hessian("reference", x)
+
+    assert_close_over_draws(make)
+
+
 @pytest.mark.parametrize("op", ["attention", "mlp", "ssd", "conv1d", "gated_norm"])
 def test_all_but_plain_code_is_said_to_be_a_kernel(op):
     backends = importlib.import_module(f"fast_layers.ops.{op}.backends").BACKENDS

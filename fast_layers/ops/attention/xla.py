@@ -23,6 +23,7 @@ from fast_layers.arch import lowering_targets
 from fast_layers.kernel_parts.dropout import DropoutSeed, keep_tile
 from fast_layers.kernel_parts.kv_range import KvRange, TileRange
 from fast_layers.kernel_parts.manual_axes import vary_over, varying_axes
+from fast_layers.kernel_parts.once_in_reverse import once_in_reverse
 from fast_layers.ops.attention.config import XlaTiles
 from fast_layers.ops.attention.masks import same_segment
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals, finite_or_zero, poison
@@ -66,7 +67,13 @@ def forward(problem: Problem, inputs: Inputs, aux: Aux):
 
 def backward(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array) -> Inputs:
     """Gradients of all inputs, in the inputs' dtypes."""
-    return _backward(problem, XlaTiles.of(problem, lowering_targets()[0]), residuals, d_out, d_lse)
+    gradients = _backward(problem, XlaTiles.of(problem, lowering_targets()[0]), residuals, d_out, d_lse)
+    return once_in_reverse(
+        gradients,
+        "attention: xla is differentiated once in reverse mode; reverse mode of its gradient was asked for. Take "
+        'implementation="reference" for any order, in a whole model use_backends(force="reference"), or jax.jvp of the '
+        "gradient",
+    )
 
 
 # Jitted, so that a model of many equal layers traces and lowers the loops once.
