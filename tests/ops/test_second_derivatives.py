@@ -49,7 +49,6 @@ def test_reverse_mode_of_the_gradient_of_attention_by_xla_is_refused(transform):
         return (transform(gradient)(x[None] if transform is jax.vmap else x) ** 2).sum()
 
     x = np.ones((2, 24, 16), np.float32)
-    assert np.isfinite(jax.jit(slope)(x))
     again = r"attention: xla is differentiated once in reverse mode; .* Take implementation=\"reference\" for any order"
     with pytest.raises(ValueError, match=again):
         jax.grad(slope)(x)
