@@ -28,9 +28,10 @@ def is_wide_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize >= 2
 
 
-def floating(name: str, given: Any) -> Array:
+def floating(name: str, given: Any, narrow: bool = False) -> Array:
+    """As an array; `narrow`: floats of 8 bits and less are taken, too."""
     array = to_array(name, given)
-    if not is_wide_float(array.dtype):
+    if not (jnp.issubdtype(array.dtype, jnp.floating) if narrow else is_wide_float(array.dtype)):
         raise ValueError(
             f"{name} has dtype {array.dtype}: must be floating point (float16, bfloat16, float32, float64); "
             f"cast it, e.g. {name}.astype(jnp.bfloat16)"

@@ -262,15 +262,16 @@ def _prepare(
     precision=None,
 ) -> tuple[Inputs, Aux, _Options, tuple[int, ...]]:
     """Validate, flatten the batch dims and reduce all masks to one form."""
-    query, key, value = (floating(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    named = (("query", query), ("key", key), ("value", value))
+    query, key, value = (floating(name, x, narrow=True) for name, x in named)
     batch = _check_qkv(query, key, value)
     q_len, heads, qk_dim = query.shape[-3:]
     kv_len = key.shape[-3]
     if bias is not None:
-        bias = M.logits_operand("bias", floating("bias", bias), batch, q_len, kv_len)
+        bias = M.logits_operand("bias", floating("bias", bias, narrow=True), batch, q_len, kv_len)
         _check_heads("bias", bias, heads)
     if sinks is not None:
-        sinks = floating("sinks", sinks)
+        sinks = floating("sinks", sinks, narrow=True)
         if sinks.shape != (heads,):
             raise ValueError(f"sinks must have shape (num_heads,) = ({heads},), got {sinks.shape}")
     given = _collect_masks(
