@@ -33,7 +33,7 @@ def floating(name: str, given: Any, narrow: bool = False) -> Array:
     array = to_array(name, given)
     if not (jnp.issubdtype(array.dtype, jnp.floating) if narrow else is_wide_float(array.dtype)):
         raise ValueError(
-            f"{name} has dtype {array.dtype}: must be floating point (float16, bfloat16, float32, float64); "
+            f"{name} has dtype {array.dtype}: must be floating point (bfloat16, float16, float32, float64); "
             f"cast it, e.g. {name}.astype(jnp.bfloat16)"
         )
     return array

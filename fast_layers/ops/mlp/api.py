@@ -17,14 +17,12 @@ from fast_layers.ops.mlp.activations import canonical_name
 from fast_layers.ops.mlp.backends import BACKENDS
 from fast_layers.ops.mlp.float8 import FORMATS, Float8
 from fast_layers.ops.mlp.problem import SAVES, Inputs, Problem, Residuals, Save
-from fast_layers.ops.operands import to_array
+from fast_layers.ops.operands import floating
 from fast_layers.ops.static_options import hashable_precision, one_of
 
 OP = "mlp"
 RESIDUAL_NAMES = ("fast_layers_mlp_pre_activation", "fast_layers_mlp_pre_gate")
 """`checkpoint_name`s of what the forward saves, for `jax.checkpoint_policies.save_only_these_names`."""
-
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def mlp(
@@ -203,7 +201,7 @@ def _check(x: ArrayLike, *, names: dict[str, str] | None = None, **weights: Arra
     named = {name: (names or {}).get(name, name) for name in Inputs._fields}
     required = ("w_up", "w_down")
     given = {"x": x, **{name: w for name, w in weights.items() if w is not None or name in required}}
-    arrays = {name: _floating(named[name], operand) for name, operand in given.items()}
+    arrays = {name: floating(named[name], operand) for name, operand in given.items()}
     shapes = ", ".join(f"{named[name]} {a.shape}" for name, a in arrays.items())
     dtypes = {named[name]: str(a.dtype) for name, a in arrays.items()}
     if len(set(dtypes.values())) > 1:
@@ -238,13 +236,3 @@ def _check(x: ArrayLike, *, names: dict[str, str] | None = None, **weights: Arra
 
 def _is_empty(shape: tuple[Any, ...]) -> bool:
     return any(isinstance(size, int) and size == 0 for size in shape)  # others are symbols, of which none is 0
-
-
-def _floating(name: str, x: ArrayLike) -> Array:
-    array = to_array(name, x)
-    if array.dtype.name not in _DTYPES:
-        raise ValueError(
-            f"{name} has dtype {array.dtype}: must be floating point ({', '.join(_DTYPES)}); cast it, e.g. "
-            f"{name}.astype(jnp.bfloat16)"
-        )
-    return array
