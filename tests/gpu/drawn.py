@@ -20,6 +20,8 @@ _DEPTHS = (
 )
 _MOST_SCORES = 1 << 25
 """Of all heads: an oracle in float64 has them in memory ten times."""
+_MOST_LONG_SCORES, _MOST_LONG_SCORES_OF_A_HEAD = 1 << 30, 1 << 25
+"""Of all heads, and of those that share a key/value head of an example: these at a time."""
 
 
 class Dice:
@@ -100,6 +102,45 @@ def draw_attention(dice: Dice) -> Case:
     return Case(batch, q_len, kv_len, **heads, qk_dim=qk_dim, v_dim=v_dim, lse_gradient=few or happens(0.3), **options)
 
 
+def draw_long_attention(dice: Dice) -> Case:
+    """Of as many keys and heads as give a GPU enough to do: for launches that short calls never get."""
+    rng, one_of, happens = dice.rng, dice.one_of, dice.happens
+    options: dict[str, Any] = {}
+    many = happens(0.5)
+    if many:  # whole heads, and dQ beside dS
+        qk_dim = v_dim = one_of(64, 128)
+        q_len = kv_len = 256 * (dice.between(1, 4) if qk_dim == 64 else dice.between(7, 20))
+        batch, kv_heads, group = one_of(8, 16, 32), one_of(8, 16, 24), one_of(1, 1, 1, 1, 2)
+        kind = one_of("none", "causal")
+    else:
+        qk_dim, v_dim = one_of(*[(64, 64), (128, 128)] * 4, (256, 256), (192, 128), (96, 96), (64, 128))
+        q_len = kv_len = 128 * dice.between(2, one_of(8, 16, 32)) if happens(0.85) else dice.between(500, 3000)
+        if happens(0.1):
+            kv_len = 128 * dice.between(2, 32)
+        batch, kv_heads, group = one_of(1, 2, 3, 4, 8), one_of(1, 2, 4, 8, 16, 32), one_of(1, 1, 1, 1, 2, 4, 8)
+        kinds = ["none", "none", "causal", "causal", "causal", "window", "lengths"]
+        kind = one_of(*kinds, *(["documents", "documents"] if q_len == kv_len else ["bottom right"]))
+    while group * q_len * kv_len > _MOST_LONG_SCORES_OF_A_HEAD:
+        group //= 2
+    while batch * kv_heads * group * q_len * kv_len > _MOST_LONG_SCORES:
+        batch, kv_heads = (batch, kv_heads // 2) if kv_heads > batch else (batch // 2, kv_heads)
+    if kind in ("causal", "bottom right", "window") or (kind in ("documents", "lengths") and happens(0.6)):
+        options["is_causal"] = True
+    if kind == "bottom right":
+        options["q_offset"] = "bottom_right"
+    if kind == "window":
+        options["window"] = (128 * dice.between(1, 12) - one_of(0, 1, 64), 0)
+    if kind == "lengths":
+        options["key_lengths"] = tuple(int(x) for x in rng.integers(4, kv_len + 1, batch))
+        options["poisoned_padding"] = happens(0.5)
+    if kind == "documents":
+        options |= {"documents": dice.documents(q_len, 2), "poisoned_padding": happens(0.3)}
+    if happens(0.08):
+        options["softcap"] = 1.0
+    heads = {"heads": kv_heads * group, "kv_heads": kv_heads}
+    return Case(batch, q_len, kv_len, **heads, qk_dim=qk_dim, v_dim=v_dim, lse_gradient=happens(0.2), **options)
+
+
 def draw_mlp(dice: Dice) -> mlp.Case:
     activation = dice.one_of("gelu_tanh", "gelu", "relu", "relu_squared", "silu", "sigmoid", "identity")
     features, hidden, out = (8 * dice.between(1, dice.one_of(8, 80)) for _ in range(3))
@@ -148,14 +189,15 @@ def _all_of(documents: tuple[int, ...], length: int) -> tuple[int, ...]:
 
 
 # Not the scan: of states in 16 bits, A's gradient is beyond the rule in one call of five (bench/NOTES.md).
-DRAWN: Mapping[str, Callable[[Dice], Any]] = {
-    "dot_product_attention": draw_attention,
-    "mlp": draw_mlp,
-    "causal_conv1d": draw_conv1d,
-    "gated_rms_norm": draw_gated_norm,
+DRAWN: Mapping[str, tuple[str, Callable[[Dice], Any]]] = {
+    "attention": ("dot_product_attention", draw_attention),
+    "long_attention": ("dot_product_attention", draw_long_attention),
+    "mlp": ("mlp", draw_mlp),
+    "conv1d": ("causal_conv1d", draw_conv1d),
+    "gated_norm": ("gated_rms_norm", draw_gated_norm),
 }
+"""By kind, the op and how a case of its parity is drawn."""
 
 
-def draw(op: str, number: int) -> Any:
-    """Of the op's parity."""
-    return DRAWN[op](Dice(number))
+def draw(kind: str, number: int) -> Any:
+    return DRAWN[kind][1](Dice(number))

@@ -31,6 +31,11 @@ def attention(implementation, query, key, value):
     return fast_layers.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
 
 
+def attention_in_one_launch(implementation, query, key, value):
+    """Long enough for dQ beside dS on each of two GPUs, where blocks wait for others at semaphores."""
+    return fast_layers.dot_product_attention(query, key, value, implementation=implementation)
+
+
 def mlp(implementation, x, w_up, w_gate, w_down, b_down):
     return fast_layers.mlp(
         x, w_up, w_down, w_gate=w_gate, b_down=b_down, activation="silu", implementation=implementation
@@ -52,6 +57,7 @@ def norm(implementation, x, z, w):
 # The function, and shape and layout of each operand, the gradient of its result's last.
 EXPLICIT = {
     "attention": (attention, [((B, T, N, H), ROWS), *[((B, T, K, H), ROWS)] * 2, ((B, T, N, H), ROWS)]),
+    "attention_in_one_launch": (attention_in_one_launch, [((B, 2048, 16, 128), ROWS)] * 4),
     "mlp": (
         mlp,
         [
@@ -78,6 +84,7 @@ EXPLICIT = {
 # Over the batch alone, the weights on all alike.
 IN_SHARD_MAP = {
     "attention": EXPLICIT["attention"],
+    "attention_in_one_launch": EXPLICIT["attention_in_one_launch"],
     "mlp": EXPLICIT["mlp"],
     "conv": (conv, [((B, T, D), TOKENS), ((4, D), P()), ((B, T, D), TOKENS)]),
     "norm": EXPLICIT["norm"],
