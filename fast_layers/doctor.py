@@ -1,15 +1,17 @@
 """`python -m fast_layers doctor`: is this machine able to run the kernels, and are their results right here?
 
-One screen: the device, the versions that matter, which backends a typical call may take and why not the others, and a
-parity run of every op. The exit code is 1 if a backend is wrong or breaks down, else 0; known-bad versions are
-warnings. `--json` gives the same as data. `--all` also runs what calls take by name only. Nearly all of its time
-goes by compiling, in as many threads as there are cores; stderr says what is begun and done.
+One screen of 24 lines where all is well: the device, the versions that matter, a table of a parity run of every op and
+backend, and which backends a typical call does not take, and why. What fails is told below, in full. The exit code is 1
+if a backend is wrong or breaks down, else 0; known-bad versions are warnings. `--json` gives the same as data, with the
+typical calls and each error. `--all` also runs what calls take by name only. Nearly all of its time goes by compiling,
+in as many threads as there are cores; stderr says what is begun and done.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,15 @@ _OLDEST_DRIVERS = {"jax-cuda13-plugin": (13, 580), "jax-cuda12-plugin": (12, 525
 _OLDER_CUDA = {13: ", install jax[cuda12] instead of jax[cuda13]"}
 # First and first good version of the compiler that JAX refuses causal attention with: CUDA 12.8.0 to 12.9.0.
 _MISCOMPILES_CAUSAL = ((12, 8, 0), (12, 9, 86))
-_WIDTH = 110
+_WIDTH = 100
+_NO_BACKEND = "-"
+_LEGEND = {
+    "ok": "ok n%: worst error, in percent of its limit",
+    "/": "n/m: took n of m passes",
+    "by name": "by name: runs with --all",
+    _NO_BACKEND: f"{_NO_BACKEND}: no such backend",
+}
+"""What cells of the table with these marks mean."""
 _TAKES_LONGEST = "ssd"
 """To compile, so it is begun with."""
 
@@ -73,22 +84,52 @@ def run(*, as_json: bool = False, by_name: bool = False) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class BackendReport:
-    """One backend on a typical call: why it refuses, per pass, and its parity over the quick cases."""
+    """One backend of one op: whether it takes the op's typical call, and its parity over the quick cases.
+
+    Why it refuses that call, per pass: `refusals` where the call names no backend (or, with `--all`, as in `by_name`),
+    `by_name` where it names this one.
+    """
 
     name: str
     refusals: dict[str, str | None]
+    by_name: dict[str, str | None]
     parity: parity.ParityTable
 
     @property
     def measured(self) -> tuple[parity.Row, ...]:
         return tuple(row for row in self.parity.rows if row.quantity is not None)
 
-    def usable(self) -> str:
-        """One line, or one for each pass where they differ."""
-        words = {pass_: "usable" if reason is None else reason for pass_, reason in self.refusals.items()}
-        if len(set(words.values())) == 1:
-            return next(iter(words.values()))
-        return "; ".join(f"{pass_}: {reason}" for pass_, reason in words.items())
+    @property
+    def worst_share(self) -> float:
+        """The largest error, as a part of its limit."""
+        shares = [row.error / row.limit for row in self.measured if row.error is not None and row.limit]
+        return max(shares, default=0.0)
+
+    def cell(self) -> str:
+        """All of it in a word or two."""
+        if not self.parity.ok:
+            return "FAILED"
+        asked = len({(row.case, row.dtype, row.pass_) for row in self.parity.rows})
+        taken = asked - len(self.parity.refusals)
+        if taken:
+            words = f"ok {self.worst_share:.0%}"
+        elif None in self.refusals.values():
+            words = "usable"
+        else:
+            return "by name" if None in self.by_name.values() else "refused"
+        return words if taken == asked else f"{words} {taken}/{asked}"
+
+    def objections(self, op: str) -> Iterator[tuple[str, str, str]]:
+        """(reason, to what, pass) of what it refuses: the typical call, and cases in passes that it takes that one in.
+
+        What it refuses even by name is the better reason: naming it would not help.
+        """
+        for pass_, refusal in self.refusals.items():
+            if refusal is not None:
+                yield self.by_name[pass_] or refusal, op, pass_
+        for row in self.parity.refusals:
+            if row.refusal is not None and self.refusals[row.pass_] is None:
+                yield row.refusal, f"{op} ({row.case})", row.pass_
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +140,11 @@ class OpReport:
     typical: str
     cases: int
     backends: tuple[BackendReport, ...]
+
+    def cells(self, names: Sequence[str]) -> list[str]:
+        """The op's row of the table whose columns are the backends of these names."""
+        own = {backend.name: backend.cell() for backend in self.backends}
+        return [self.op, str(self.cases), *(own.get(name, _NO_BACKEND) for name in names)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,43 +183,75 @@ class Report:
         }
 
     def __str__(self) -> str:
-        lines = [f"device    {', '.join(self.devices)}"]
-        lines += _wrapped("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items()))
+        lines = _wrapped("device", ", ".join(self.devices))
+        lines += _wrapped("versions", ", ".join(_versions_in_words(self.versions)))
         for warning in self.warnings:
-            lines += _wrapped("warning", warning)
-        for op in self.ops:
-            lines += ["", *_wrapped("backends", f"{op.op}, for {op.typical}")]
-            for backend in op.backends:
-                lines += _wrapped(f"  {backend.name}", backend.usable(), hang=12)
-            lines.append(f"parity    {op.op}, against the reference, {op.cases} cases")
-            for backend in op.backends:
-                lines += _wrapped(f"  {backend.name}", _parity_line(backend), hang=12)
-                for row in backend.parity.failures:
-                    where = f"FAILED {row.case}, {row.dtype}, {row.pass_}: {row.failure}"
-                    lines += _wrapped("", where, hang=12)
-        lines += ["", "all is well" if self.ok else "FAILED: do not trust the backends above that failed"]
-        return "\n".join(lines)
+            lines += _wrapped("WARNING", warning)
+        lines += ["", *_table(self.ops), *_reasons(self.ops), ""]
+        if failures := _failures(self.ops):
+            lines += [*failures, ""]
+        return "\n".join([*lines, *textwrap.wrap(self._verdict(), _WIDTH)])
+
+    def _verdict(self) -> str:
+        if not self.ok:
+            wrong = (f"{b.name} of {op.op}" for op in self.ops for b in op.backends if not b.parity.ok)
+            return f"FAILED: do not trust {', '.join(wrong)}"
+        measured = sum(len(backend.measured) for op in self.ops for backend in op.backends)
+        doubt = ", but for the warnings above" if self.warnings else ""
+        return f"all is well{doubt}: {measured} quantities are within their limits"
 
 
-def _wrapped(label: str, text: str, hang: int = 10) -> list[str]:
-    indent = " " * hang
+def _wrapped(label: str, text: str) -> list[str]:
     return textwrap.wrap(
-        text, _WIDTH, break_on_hyphens=False, initial_indent=f"{label:<{hang - 1}} ", subsequent_indent=indent
+        text, _WIDTH, break_on_hyphens=False, initial_indent=f"{label:<9} ", subsequent_indent=" " * 10
     )
 
 
-def _parity_line(backend: BackendReport) -> str:
-    measured, refused = backend.measured, len(backend.parity.refusals)
-    if not measured and backend.parity.ok:
-        return f"refused all {refused} passes"
-    shares = [row.error / row.limit for row in measured if row.error is not None and row.limit]
-    parts = [
-        f"{len(measured)} quantities",
-        f"worst error {max(shares, default=0):.0%} of its limit",
-        *([f"{refused} passes refused"] if refused else []),
-        *([f"{len(backend.parity.failures)} FAILED"] if not backend.parity.ok else ["ok"]),
+def _versions_in_words(versions: dict[str, str]) -> list[str]:
+    """Neighbours of one version together: jax/jaxlib 0.12.0."""
+    return [f"{'/'.join(names)} {version}" for version, names in itertools.groupby(versions, versions.__getitem__)]
+
+
+def _table(ops: Sequence[OpReport]) -> list[str]:
+    """A row for each op, a column for each backend; and what the cells mean, as far as they are there."""
+    names = list(dict.fromkeys(backend.name for op in ops for backend in op.backends))
+    rows = [["op", "cases", *names], *(op.cells(names) for op in ops)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    cells = [cell for row in rows[1:] for cell in row[2:]]
+    meanings = [meaning for mark, meaning in _LEGEND.items() if any(mark in cell for cell in cells)]
+    return [*lines, *textwrap.wrap("; ".join(meanings), _WIDTH, break_on_hyphens=False)]
+
+
+def _reasons(ops: Sequence[OpReport]) -> list[str]:
+    """Each reason of a backend once, and before it what it refuses for that."""
+    ops_of: dict[str, list[str]] = {}
+    passes_at: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for op in ops:
+        for backend in op.backends:
+            ops_of.setdefault(backend.name, []).append(op.op)
+            for reason, place, pass_ in backend.objections(op.op):
+                passes_at.setdefault((backend.name, reason), {}).setdefault(place, []).append(pass_)
+    order = list(ops_of)
+    lines = []
+    for name, reason in sorted(passes_at, key=lambda found: order.index(found[0])):
+        refused = passes_at[name, reason]
+        places = [place if len(passes) > 1 else f"{place} {passes[0]}" for place, passes in refused.items()]
+        where = "all its ops" if places == ops_of[name] and len(places) > 1 else ", ".join(places)
+        lines += _wrapped(name, f"{where}: {reason}")
+    if not lines:
+        return ["every backend takes a call as in training a language model (--json shows it)"]
+    return ["why not, for a call as in training a language model (--json shows it), or for a case of the run:", *lines]
+
+
+def _failures(ops: Sequence[OpReport]) -> list[str]:
+    return [
+        line
+        for op in ops
+        for backend in op.backends
+        for row in backend.parity.failures
+        for line in _wrapped("FAILED", f"{op.op}, {row.backend}, {row.case}, {row.dtype}, {row.pass_}: {row.failure}")
     ]
-    return ", ".join(parts)
 
 
 def examine(*, by_name: bool = False) -> Report:
@@ -207,8 +285,8 @@ class _Examination:
 
     def __init__(self, suite: parity.Suite, arch: Arch, by_name: bool, pool: parity.Compilers):
         self._suite, self._arch, self._problem = suite, arch, suite.typical()
-        backends = (backend for backend in suite.backends() if backend.name != "reference")
-        self._asked = [_asked(backend, self._problem, arch, by_name) for backend in backends]
+        self._backends = [backend for backend in suite.backends() if backend.name != "reference"]
+        self._asked = [_asked(backend, self._problem, arch, by_name) for backend in self._backends]
         self._check = parity.Check(suite.op, pool, self._asked, suite.quick, [jnp.bfloat16])
 
     def begin(self) -> str:
@@ -225,14 +303,13 @@ class _Examination:
     def finish(self) -> OpReport:
         table = self._check.table()
         backends = tuple(
-            BackendReport(
-                backend.name,
-                {pass_: backend.supports(self._problem, self._arch, pass_) for pass_ in dispatch.PASSES},
-                table.of_backend(backend.name),
-            )
-            for backend in self._asked
+            BackendReport(backend.name, self._refusals(asked), self._refusals(backend), table.of_backend(backend.name))
+            for backend, asked in zip(self._backends, self._asked, strict=True)
         )
         return OpReport(self._suite.op, self._problem.describe(), len(self._suite.quick), backends)
+
+    def _refusals(self, backend: dispatch.Backend) -> dict[str, str | None]:
+        return {pass_: backend.supports(self._problem, self._arch, pass_) for pass_ in dispatch.PASSES}
 
 
 def _asked(backend: dispatch.Backend, typical: Any, arch: Arch, by_name: bool) -> dispatch.Backend:
@@ -262,12 +339,12 @@ def _versions(arch: Arch) -> dict[str, str]:
             continue
     if arch.platform == "cuda":
         versions |= _cuda_versions()
-    if (found := _ptxas()) is not None:
-        path, version = found
-        versions |= {"ptxas": version, "ptxas path": path}
     driver = _driver()
     if driver is not None or arch.platform == "cuda":
         versions["driver"] = driver or "unknown"
+    if (found := _ptxas()) is not None:
+        path, version = found
+        versions |= {"ptxas": version, "ptxas path": path}
     return versions
 
 
