@@ -21,6 +21,7 @@ from jax import lax
 from jax.core import Tracer
 
 from fast_layers.arch import Arch, lowering_targets
+from fast_layers.kernel_parts import automatic_axes
 from fast_layers.kernel_parts.manual_axes import vary_over, varying_axes
 from fast_layers.ops.static_options import flag
 
@@ -36,7 +37,8 @@ class Backend:
     signatures. `automatic=False` is taken only by name; so is what `by_name_only(problem, arch, pass_)` gives a reason
     for. `fwd_saving` gives (what `fwd` does, what more this backend's `bwd` has a use for). On the platforms in
     `fallback_on` a kernel is what users expect, and strict mode makes taking this backend an error. JAX cannot
-    differentiate the passes of what `is_kernel`; who asks for that is told so.
+    differentiate the passes of what `is_kernel`; who asks for that is told so. A kernel's
+    `split(fwd or bwd, problem, *args)` lets XLA spread a pass over several devices.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Backend:
     by_name_only: Callable[[Any, Arch, Pass], str | None] = lambda problem, arch, pass_: None
     fallback_on: frozenset[str] = frozenset()
     is_kernel: bool = False
+    split: Callable[..., Any] | None = None
 
     def __post_init__(self):
         _names_of_all_ops.add(self.name)
@@ -105,7 +108,7 @@ class Plan:
         backend = self.forward[0].backend
         both = zip(self.forward, self.backward, strict=True)
         own = all((forward.backend is backend) == (backward.backend is backend) for forward, backward in both)
-        return own and backend is not None and backend.fwd_saving is not None
+        return own and backend is not None and backend.fwd_saving is not None and not _is_split(backend)
 
     def run(self, pass_: Pass, *args: Any) -> Any:
         """Call the chosen backend's `fwd` or `bwd` as `f(problem, *args)`."""
@@ -149,11 +152,19 @@ class Plan:
         axes = frozenset().union(*map(varying_axes, jax.tree.leaves(operands)))
 
         def call(*args: Any) -> Any:
+            run = method
             if backend.is_kernel:
                 args = _differentiated_once(self.op, backend.name, args)
-            return jax.tree.map(lambda x: vary_over(x, axes), method(self.problem, *args))
+            if backend.split is not None and _is_split(backend):
+                run = functools.partial(backend.split, method)
+            return jax.tree.map(lambda x: vary_over(x, axes), run(self.problem, *args))
 
         return call
+
+
+def _is_split(backend: Backend) -> bool:
+    """Whether XLA spreads the backend's passes over several devices as it says itself."""
+    return backend.split is not None and automatic_axes.xla_splits()
 
 
 def _differentiated_once(op: str, name: str, operands: Any) -> Any:

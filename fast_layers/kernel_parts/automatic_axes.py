@@ -19,6 +19,12 @@ def may_be_partitioned() -> bool:
     return any(kind == AxisType.Auto and size > 1 for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True))
 
 
+def xla_splits() -> bool:
+    """Whether XLA spreads over several devices what is traced here, and nothing else does."""
+    kinds = jax.sharding.get_abstract_mesh().axis_types or ()
+    return may_be_partitioned() and all(kind == AxisType.Auto for kind in kinds)
+
+
 def on_one_device() -> contextlib.AbstractContextManager[Any]:
     """On a machine with several GPUs, where no mesh says otherwise, what is traced inside is for the first one."""
     if gpus_here() < 2 or not jax.sharding.get_abstract_mesh().empty:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fast_layers.dispatch import Backend
-from fast_layers.ops.attention import blackwell_call, cudnn, hopper_call, reference, xla
+from fast_layers.ops.attention import blackwell_call, cudnn, hopper_call, reference, sharding, xla
 
 BACKENDS: tuple[Backend, ...] = (
     Backend(
@@ -13,6 +13,7 @@ BACKENDS: tuple[Backend, ...] = (
         hopper_call.backward,
         fwd_saving=hopper_call.forward_saving,
         is_kernel=True,
+        split=sharding.by_xla,
     ),
     Backend(
         "blackwell",
@@ -21,6 +22,7 @@ BACKENDS: tuple[Backend, ...] = (
         blackwell_call.backward,
         by_name_only=blackwell_call.by_name_only,
         is_kernel=True,
+        split=sharding.by_xla,
     ),
     Backend("cudnn", cudnn.supports, cudnn.forward, cudnn.backward, is_kernel=True),
     Backend("xla", xla.supports, xla.forward, xla.backward, fallback_on=frozenset({"cuda", "rocm"})),

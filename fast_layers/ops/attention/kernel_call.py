@@ -12,8 +12,10 @@ MAX_DEPTH = 256
 
 def refusal(problem: Problem, pass_) -> str | None:
     p = problem
-    if automatic_axes.may_be_partitioned():
-        return f"{automatic_axes.WAY_OUT}, or shard batch and heads over explicit mesh axes"
+    if automatic_axes.may_be_partitioned() and not automatic_axes.xla_splits():
+        return (
+            f"{automatic_axes.WAY_OUT}, or shard batch and heads over mesh axes that are all explicit or all automatic"
+        )
     if p.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {p.dtype}; cast the inputs"
     sizes = (p.batch, p.q_len, p.kv_len, p.heads, p.kv_heads, p.qk_dim, p.v_dim)

@@ -1,11 +1,13 @@
 """Attention on sharded arrays: batch and heads are independent, so each device computes its own part.
 
-Under automatic sharding XLA partitions the `xla` backend by itself. Under explicit sharding (`AxisType.Explicit`) the
-arrays' types say how they are laid out, and the call runs per shard in `jax.shard_map`.
+Under automatic sharding XLA partitions the `xla` backend by itself, and is told how kernels may be split. Under
+explicit sharding (`AxisType.Explicit`) the arrays' types say how they are laid out, and the call runs per shard in
+`jax.shard_map`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fast_layers.kernel_parts.manual_axes import explicit_axes, lay_out, vary_alike
-from fast_layers.ops.attention.problem import Aux, Inputs
+from fast_layers.kernel_parts.split_by_xla import Split
+from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, Residuals
 
 # What the dimensions of each operand are, by its field name; None is never sharded.
 _DIMENSIONS = {
@@ -33,6 +36,8 @@ _DIMENSIONS = {
     "words": (None,),
     "batch_index": ("batch",),
     "head_index": ("heads",),
+    "out": ("batch", None, "heads", None),
+    "lse": ("batch", "heads", None),
 }
 
 
@@ -95,3 +100,41 @@ def _explicit_axes(inputs: Inputs) -> tuple[tuple[str, ...], tuple[str, ...]]:
                     f"{found.get('batch', ())}: both must be the same; reshard one of them"
                 )
     return found.get("batch", ()), found.get("heads", ())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """A backend's pass on whole arrays or on a shard, whose problem follows from their shapes."""
+
+    method: Callable[..., Any]
+    problem: Problem
+
+    def __call__(self, given: Inputs | Residuals, *others: Any) -> Any:
+        inputs, aux = (given, others[0]) if isinstance(given, Inputs) else (given.inputs, given.aux)
+        of_shard = dataclasses.replace(
+            self.problem,
+            batch=inputs.query.shape[0],
+            heads=inputs.query.shape[2],
+            kv_heads=inputs.key.shape[2],
+            mask=MaskFacts.of(aux.mask),
+            bias=None if inputs.bias is None else inputs.bias.shape,
+        )
+        return self.method(of_shard, given, *others)
+
+
+def by_xla(method: Callable[..., Any], problem: Problem, given: Inputs | Residuals, *others: Any) -> Any:
+    """`method(problem, given, *others)`, a kernel's forward or backward, each device's part of it by itself."""
+    leaves = jax.tree_util.tree_leaves_with_path((given, others))
+    out, lse = _DIMENSIONS["out"], _DIMENSIONS["lse"]
+    if isinstance(given, Inputs):
+        operands = [_DIMENSIONS[_name(path)] for path, _ in leaves]
+        results = [out, lse]
+    else:
+        # The gradients of out and lse come without names, after all others.
+        operands = [*(_DIMENSIONS[_name(path)] for path, _ in leaves[:-2]), out, lse]
+        results = [_DIMENSIONS[name] for name, x in given.inputs._asdict().items() if x is not None]
+    return Split(_Pass(method, problem), tuple(operands), tuple(results))(given, *others)
+
+
+def _name(path: Any) -> str:
+    return path[-1].name
