@@ -1,4 +1,4 @@
-"""Whether XLA may spread what is being traced over several GPUs, which no kernel of ours can have done to it."""
+"""Whether XLA may spread what is being traced over several GPUs: a kernel must be told how, or else not be taken."""
 
 from __future__ import annotations
 
@@ -21,8 +21,17 @@ def may_be_partitioned() -> bool:
 
 def xla_splits() -> bool:
     """Whether XLA spreads over several devices what is traced here, and nothing else does."""
-    kinds = jax.sharding.get_abstract_mesh().axis_types or ()
-    return may_be_partitioned() and all(kind == AxisType.Auto for kind in kinds)
+    mesh = jax.sharding.get_abstract_mesh()
+    several = [kind for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if size > 1]
+    return may_be_partitioned() and all(kind == AxisType.Auto for kind in several)
+
+
+def refusal() -> str | None:
+    """Of a kernel that XLA is told how to split: where some axes of the mesh are automatic, and others not."""
+    if may_be_partitioned() and not xla_splits():
+        kinds = jax.sharding.get_abstract_mesh().axis_types
+        return f"{WAY_OUT}, or make all axes of the mesh automatic, or all explicit (here they are {kinds})"
+    return None
 
 
 def on_one_device() -> contextlib.AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,9 +28,15 @@ Dims = tuple[str | None, ...]
 _BATCH = "batch"
 
 
+def dims_of(dimensions: Mapping[str, Dims], named: Any) -> list[Dims]:
+    """Of each array of a tree, by its name: that of the field of a class."""
+    leaves = jax.tree_util.tree_leaves_with_path(named)
+    return [dimensions[path[-1].name][: x.ndim] for path, x in leaves]  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A call `run(*operands)`, of whole arrays or of shards alike; hashed, and so compared by value.
+    """A call `run(*operands)`, of whole arrays or of shards alike. Hashed, so all are compared by value.
 
     The first operand tells over which mesh axes batch and heads are split. Several of its heads share one of `shared`,
     as query heads a key/value head: of those a device may have all, or the one that its heads share. A dimension of 1
@@ -41,8 +47,8 @@ class Split:
     operands: tuple[Dims, ...]
     """Of their leaves, in order; and of the results'."""
     results: tuple[Dims, ...]
-    heads: str = "heads"
-    shared: str = "kv_heads"
+    heads: str
+    shared: str
 
     def __call__(self, *operands: Any) -> Any:
         """What `run` gives. Under `jax.vmap` it is one call on a larger batch, if nothing is shared by all of it."""

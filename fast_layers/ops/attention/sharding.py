@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fast_layers.kernel_parts.manual_axes import explicit_axes, lay_out, vary_alike
-from fast_layers.kernel_parts.split_by_xla import Split
+from fast_layers.kernel_parts.split_by_xla import Split, dims_of
 from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, Residuals
 
 # What the dimensions of each operand are, by its field name; None is never sharded.
@@ -124,17 +124,10 @@ class _Pass:
 
 def by_xla(method: Callable[..., Any], problem: Problem, given: Inputs | Residuals, *others: Any) -> Any:
     """`method(problem, given, *others)`, a kernel's forward or backward, each device's part of it by itself."""
-    leaves = jax.tree_util.tree_leaves_with_path((given, others))
-    out, lse = _DIMENSIONS["out"], _DIMENSIONS["lse"]
+    of_results = [_DIMENSIONS["out"], _DIMENSIONS["lse"]]
     if isinstance(given, Inputs):
-        operands = [_DIMENSIONS[_name(path)] for path, _ in leaves]
-        results = [out, lse]
+        operands, results = dims_of(_DIMENSIONS, (given, others)), of_results
     else:
-        # The gradients of out and lse come without names, after all others.
-        operands = [*(_DIMENSIONS[_name(path)] for path, _ in leaves[:-2]), out, lse]
-        results = [_DIMENSIONS[name] for name, x in given.inputs._asdict().items() if x is not None]
-    return Split(_Pass(method, problem), tuple(operands), tuple(results))(given, *others)
-
-
-def _name(path: Any) -> str:
-    return path[-1].name
+        operands, results = [*dims_of(_DIMENSIONS, given), *of_results], dims_of(_DIMENSIONS, given.inputs)
+    call = Split(_Pass(method, problem), tuple(operands), tuple(results), "heads", "kv_heads")
+    return call(given, *others)

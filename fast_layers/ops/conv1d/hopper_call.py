@@ -18,8 +18,8 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     p = problem
     if reason := refusals.not_hopper(arch):
         return reason
-    if automatic_axes.may_be_partitioned():
-        return f"{automatic_axes.WAY_OUT}, or shard batch and channels over explicit mesh axes"
+    if reason := automatic_axes.refusal():
+        return reason
     if p.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"takes bfloat16, float16 and float32, got {p.dtype}; cast x"
     sizes = (p.batch, p.length, p.channels)

@@ -1,19 +1,34 @@
 """The convolution on sharded arrays: batch and channels are independent, so each device computes its own part.
 
-Under automatic sharding XLA partitions the `xla` backend by itself. Under explicit sharding (`AxisType.Explicit`) the
-arrays' types say how they are laid out, and the call runs per shard in `jax.shard_map`.
+Under automatic sharding XLA partitions the `xla` backend by itself, and is told how kernels may be split. Under
+explicit sharding (`AxisType.Explicit`) the arrays' types say how they are laid out, and the call runs per shard in
+`jax.shard_map`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from fast_layers.kernel_parts.manual_axes import explicit_axes, explicit_names, lay_out, mesh_of, vary_alike
-from fast_layers.ops.conv1d.problem import Aux, Inputs, Outputs
+from fast_layers.kernel_parts.split_by_xla import Split, dims_of
+from fast_layers.ops.conv1d.problem import Aux, Inputs, Outputs, Problem
+
+_DIMENSIONS = {
+    "x": ("batch", None, "channels"),
+    "w": (None, "channels"),
+    "b": ("channels",),
+    "initial_state": ("batch", "channels", None),
+    "reach": ("batch", None),
+    "y": ("batch", None, "channels"),
+    "final_state": ("batch", "channels", None),
+}
+"""By the names of operands and results; None is never split."""
 
 
 def refuse_split_length(name: str, x: Array) -> None:
@@ -52,3 +67,27 @@ def per_shard(convolve: Callable[[Inputs, Aux], Outputs], inputs: Inputs, aux: A
         axis_names={*(batch or ()), *(channels or ())} or explicit_names(mesh),
     )
     return split(*lay_out(operands, in_specs, mesh))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """A backend's pass on whole arrays or on a shard, whose problem follows from their shapes."""
+
+    method: Callable[..., Any]
+    problem: Problem
+
+    def __call__(self, inputs: Inputs, *others: Any) -> Any:
+        batch, _, channels = inputs.x.shape
+        return self.method(dataclasses.replace(self.problem, batch=batch, channels=channels), inputs, *others)
+
+
+def by_xla(method: Callable[..., Any], problem: Problem, inputs: Inputs, *others: Any) -> Any:
+    """`method(problem, inputs, *others)`, a kernel's forward or backward, each device's part of it by itself."""
+    operands = (inputs, *others)
+    forward = len(others) == 1
+    if forward:
+        results = [_DIMENSIONS["y"], *([_DIMENSIONS["final_state"]] if problem.final_state else [])]
+    else:
+        results = dims_of(_DIMENSIONS, inputs)
+    dims = tuple(dims_of(_DIMENSIONS, operands))
+    return Split(_Pass(method, problem), dims, tuple(results), "channels", "channels")(*operands)

@@ -23,8 +23,8 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     p = problem
     if reason := refusals.not_blackwell(arch):
         return reason
-    if automatic_axes.may_be_partitioned():
-        return f"{automatic_axes.WAY_OUT}, or shard batch and heads over explicit mesh axes"
+    if reason := automatic_axes.refusal():
+        return reason
     if p.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {p.dtype}; cast x, B, C and z"
     if reason := refusals.symbolic((p.batch, p.length)):

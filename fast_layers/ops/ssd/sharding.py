@@ -1,11 +1,13 @@
 """The scan on sharded arrays: batch and heads are independent, so each device computes its own part.
 
-Under automatic sharding XLA partitions the `xla` backend by itself. Under explicit sharding (`AxisType.Explicit`) the
-arrays' types say how they are laid out, and the call runs per shard in `jax.shard_map`.
+Under automatic sharding XLA partitions the `xla` backend by itself, and is told how kernels may be split. Under
+explicit sharding (`AxisType.Explicit`) the arrays' types say how they are laid out, and the call runs per shard in
+`jax.shard_map`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fast_layers.kernel_parts.manual_axes import explicit_axes, explicit_names, lay_out, mesh_of, vary_alike
-from fast_layers.ops.ssd.problem import Aux, Inputs, Scanned
+from fast_layers.kernel_parts.split_by_xla import Split, dims_of
+from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, Scanned
 
 # What the dimensions of each operand are, by its field name; None is never sharded.
 _DIMENSIONS = {
@@ -29,6 +32,8 @@ _DIMENSIONS = {
     "dt_bias": ("heads",),
     "initial_state": ("batch", "heads", None, None),
     "document": ("batch", None),
+    "out": ("batch", None, "heads", None),
+    "final_state": ("batch", "heads", None, None),
 }
 
 
@@ -92,3 +97,28 @@ def _explicit_axes(inputs: Inputs) -> tuple[tuple[str, ...], tuple[str, ...]]:
                     "must be the same; reshard one of them"
                 )
     return found.get("batch", ()), found.get("heads", ())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """A backend's pass on whole arrays or on a shard, whose problem follows from their shapes."""
+
+    method: Callable[..., Any]
+    problem: Problem
+
+    def __call__(self, given: Inputs | Residuals, *others: Any) -> Any:
+        inputs = given if isinstance(given, Inputs) else given.inputs
+        batch, _, heads, _ = inputs.x.shape
+        of_shard = dataclasses.replace(self.problem, batch=batch, heads=heads, groups=inputs.B.shape[2])
+        return self.method(of_shard, given, *others)
+
+
+def by_xla(method: Callable[..., Any], problem: Problem, given: Inputs | Residuals, *others: Any) -> Any:
+    """`method(problem, given, *others)`, a kernel's forward or backward, each device's part of it by itself."""
+    of_results = [_DIMENSIONS["out"], _DIMENSIONS["final_state"]]
+    if isinstance(given, Inputs):
+        operands, results = dims_of(_DIMENSIONS, (given, others)), of_results
+    else:
+        operands, results = [*dims_of(_DIMENSIONS, given), *of_results], dims_of(_DIMENSIONS, given.inputs)
+    call = Split(_Pass(method, problem), tuple(operands), tuple(results), "heads", "groups")
+    return call(given, *others)
