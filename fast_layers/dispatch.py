@@ -286,10 +286,13 @@ def reproducible() -> bool:
     return _policy.value.reproducible
 
 
-def for_threads() -> Callable[[], Any]:
-    """Makes contexts in which other threads find what `use_backends` says here."""
-    policy = _policy.value
-    return lambda: _policy(policy)
+def carried() -> Callable[[], Any]:
+    """Makes contexts in which another thread, or process, finds what `use_backends` says here."""
+    return functools.partial(_under, dataclasses.replace(_policy.value, recorder=None))
+
+
+def _under(policy: Policy) -> Any:
+    return _policy(policy)
 
 
 def check_name(op: str, backends: Sequence[Backend], implementation: Any) -> None:

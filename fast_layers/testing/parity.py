@@ -322,7 +322,7 @@ class Check:
         return [self._suite.draw(case, dtype, index) for index in range(case.draws)]
 
     def _in_thread(self, what: str, fn: Callable[..., Any], *args: Any) -> Begun:
-        device, backends = jax.config.jax_default_device, dispatch.for_threads()
+        device, backends = jax.config.jax_default_device, dispatch.carried()
 
         def call():
             with jax.default_device(device), automatic_axes.on_one_device(), backends():
