@@ -30,8 +30,8 @@ import jax
 import jax.numpy as jnp
 
 from bench import cases as cases_
+from bench import options, programs, timing
 from bench import peers as peers_
-from bench import programs, timing
 from bench.cases import Case, Pass
 from bench.peers import Peer
 from bench.report import Cell, Report, Row, environment, shorten
@@ -251,13 +251,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--passes {' '.join(args.passes)}: take some of {', '.join(sorted(known))}")
     if args.quick and args.cases:
         parser.error("--quick names its own cases: leave out --cases, or take --cases quick with others behind it")
-    for name, least in (("repeats", 1), ("jobs", 1), ("time_limit", 0), ("depth", 1)):
-        given = getattr(args, name)
-        if given is not None and not given >= least:
-            parser.error(f"--{name.replace('_', '-')} {given}: take at least {least}")
+    options.check_numbers(parser, args, repeats=1, jobs=1, time_limit=0, depth=1)
     if args.dtype not in DTYPES:
         parser.error(f"--dtype {args.dtype}: take one of {', '.join(DTYPES)}")
+    options.check_file(parser, json_path(args))
     return args
+
+
+def json_path(args: argparse.Namespace) -> Path | None:
+    if args.out is None or args.out.suffix == ".json":
+        return args.out
+    return args.out / JSON_NAME
 
 
 def select_peers(wanted: list[str] | None, found: list[Peer], absent: dict[str, str]) -> list[Peer]:
@@ -284,10 +288,10 @@ def main(argv: list[str] | None = None) -> None:
         peers = select_peers(args.peers, found, absent)
     except ValueError as error:
         raise SystemExit(f"bench attention: {error}") from None
-    path, stem = None, ""
-    if args.out is not None:
-        named = args.out.suffix == ".json"
-        path, stem = (args.out, f"{args.out.stem}_") if named else (args.out / JSON_NAME, "")
+    if not any(pass_ in args.passes for case in cases for pass_ in case.passes):
+        have = ", ".join(dict.fromkeys(pass_ for case in cases for pass_ in case.passes))
+        raise SystemExit(f"bench attention: --passes {' '.join(args.passes)}: these cases are timed in {have}")
+    path = json_path(args)
     command = f"python -m bench attention {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     report = Report(environment(command, now), absent, path)
@@ -306,9 +310,11 @@ def main(argv: list[str] | None = None) -> None:
     if path is not None:
         from bench import plots
 
-        plots.bars(report, path.parent / f"{stem}bars.png")
-        plots.roofline(report, path.parent / f"{stem}roofline.png")
-        print(f"wrote {path}, {stem}bars.png and {stem}roofline.png")
+        stem = f"{path.stem}_" if path == args.out else ""
+        roofline, bars = path.with_name(f"{stem}roofline.png"), path.with_name(f"{stem}bars.png")
+        plots.roofline(report, roofline)
+        drawn = plots.bars(report, bars)
+        print(f"wrote {path}, {roofline.name} and {bars.name if drawn else 'no bars, since nothing was timed'}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ TOKENS = 16_384
 HIDDEN = 2_048
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 TILE = 128
+MOST_LENGTH = 2**24
+"""For which a mask's keys of each query are counted on the host."""
 FLOPS_OF_PASS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}
 
 
@@ -214,6 +216,8 @@ def select(names: list[str], *, depth: int, dtype: str) -> list[Case]:
         shape = re.fullmatch(r"(\d+)x(\d+)", name)
         if shape:
             length, heads = (int(part) for part in shape.groups())
+            if not (1 <= length <= MOST_LENGTH and heads >= 1):
+                raise ValueError(f"--cases {name}: take lengths from 1 to {MOST_LENGTH}, and at least 1 head")
             passes: tuple[Pass, ...] = ("forward", "forward+backward")
             cases += [
                 Case(name, 1, length, length, heads, heads, depth, causal=causal, dtype=dtype, passes=passes)

@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
+from bench import options
 from bench.report import environment
 from fast_layers.ops.ssd.blackwell_config import BLACKWELL_SMEM_BYTES, BLACKWELL_TMEM_COLUMNS
 from fast_layers.testing import Compilation, CompileReport, compile_all_for
@@ -97,6 +98,11 @@ def main() -> None:
     parser.add_argument("--calls", default="", help="only calls in whose names this regular expression is found")
     parser.add_argument("--out", type=Path, help="write JSON there, as rows come")
     args = parser.parse_args()
+    try:
+        re.compile(args.calls)
+    except re.error as error:
+        parser.error(f"--calls {args.calls!r} is no regular expression: {error}")
+    options.check_file(parser, args.out)
     command = f"python -m bench compiled {' '.join(sys.argv[1:])}"
     about = environment(command, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
     if not any(re.search(args.calls, name) for name in calls_of(args.op)):

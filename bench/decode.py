@@ -15,10 +15,14 @@ import sys
 import time
 from pathlib import Path
 
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import jax
 import jax.numpy as jnp
 
 import fast_layers
+from bench import options
 
 
 @jax.jit
@@ -49,6 +53,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     args = parser.parse_args()
+    # The shortest step sees a 1024th of the cache.
+    options.check_numbers(parser, args, capacity=1024, heads=1, depth=1, repeats=1)
+    options.check_file(parser, args.out)
     query_key, cache_key = jax.random.split(jax.random.key(0))
     query = jax.random.normal(query_key, (1, 1, args.heads, args.depth))
     cache = jax.random.normal(cache_key, (1, args.capacity, args.heads, args.depth))

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 import fast_layers
-from bench import timing
+from bench import options, timing
 from bench.report import environment
 from fast_layers.testing._deviceless_targets import TARGETS
 
@@ -130,6 +130,10 @@ def main() -> None:
     if args.child:
         print(json.dumps(measure(*args.child)))
         return
+    options.check_numbers(parser, args, depths=1, lengths=1, layers=1)
+    if max(args.depths) > HIDDEN:
+        parser.error(f"--depths {' '.join(map(str, args.depths))}: take at most {HIDDEN}, which is all heads' together")
+    options.check_file(parser, args.out)
     gpu = args.gpu or (HERE if timing.on_gpu() else "h200")
     about = environment(
         " ".join(["python -m bench host_cost", *sys.argv[1:]]),

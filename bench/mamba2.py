@@ -362,7 +362,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
 def main() -> None:
     parser = turns.parser(__doc__)
     parser.add_argument("--kinds", nargs="+", choices=PEERS, default=list(PEERS))
-    args = parser.parse_args()
+    args = turns.parse(parser, lambda args: (peer.name for kind in args.kinds for peer in PEERS[kind]))
     turns.share_memory_with_torch()
     cases = TINY if args.tiny else GPU if timing.on_gpu() else CPU
     turns.run(

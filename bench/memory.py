@@ -28,6 +28,7 @@ from lm.model import MLP
 from lm.training import Trainer
 
 import fast_layers
+from bench import options
 from bench.report import environment
 from fast_layers.testing import Compilation, CompileReport, compile_all_for
 
@@ -135,6 +136,9 @@ def main() -> None:
     parser.add_argument("--mlp", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, help="write JSON there")
     args = parser.parse_args()
+    if not (args.archs or args.mlp):
+        parser.error("--no-mlp without any of --archs leaves nothing to compile: name some, or leave out --no-mlp")
+    options.check_file(parser, args.out)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found = []
     for made in rows(args.gpus, args.preset, args.archs, args.mlp):

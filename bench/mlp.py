@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 import fast_layers
-from bench import timing
+from bench import options, timing
 from bench.attention import Clock, attempt, measure_roofs
 from bench.peers import importable
 from bench.report import TOLERANCE, environment, shorten
@@ -577,6 +577,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.quick and args.cases:
         parser.error("--quick names its own cases: leave out --cases")
+    options.check_numbers(parser, args, repeats=1, time_limit=0)
     clock = Clock(args.time_limit)
     # PyTorch allocates beside JAX in this process, and at the widest cells more, since it keeps its graphs' memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
@@ -587,21 +588,22 @@ def main(argv: list[str] | None = None) -> None:
         try:
             cases = of_widths(cases, args.widths)
         except ValueError as error:
-            raise SystemExit(f"bench mlp: --widths {error}") from None
+            parser.error(str(error))
     peers, absent = find()
     if args.peers:
-        known = [*absent, *(peer.name for peer in peers)]
-        for part in args.peers:
-            if not any(part in name for name in known):
-                raise SystemExit(f"bench mlp: --peers {part}: no peer's name contains it; they are {', '.join(known)}")
+        options.check_peers(parser, args.peers, [*absent, *(peer.name for peer in peers)])
         peers = [peer for peer in peers if peer.ours or any(part in peer.name for part in args.peers)]
     path = None if args.out is None else args.out if args.out.suffix == ".json" else args.out / JSON_NAME
+    options.check_folder(parser, "--hlo", args.hlo)
+    options.check_file(parser, path)
     command = f"python -m bench mlp {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     facts = {**environment(command, now), "absent": absent}
     report = run(cases, peers, facts, path, passes=args.passes, rounds=args.repeats, clock=clock, hlo=args.hlo)
     for name, reason in absent.items():
         print(f"not here: {name}: {reason}")
+    if not_reached := report["not_reached"]:
+        print(f"not reached: {len(not_reached)} cells, from {not_reached[0]} on")
     if path is not None:
         from bench import plots
 

@@ -36,8 +36,9 @@ def _title(facts: dict[str, Any]) -> str:
     return f"{facts['device']}, jax {facts['versions']['jax']}, {facts['date'][:10]}"
 
 
-def bars(report: Report, path: Path) -> None:
-    """One panel per group, depth, mask and pass; a bar per peer and length."""
+def bars(report: Report, path: Path) -> bool:
+    """One panel per group, depth, mask and pass; a bar per peer and length. False, and no picture, where nothing was
+    timed."""
     panels: dict[str, list[Cell]] = {}
     for cell in report.cells:
         if any(row.seconds is not None for row in cell.rows):
@@ -52,6 +53,7 @@ def bars(report: Report, path: Path) -> None:
             groups.append((_label(cell), {row.name: Bar(row.rate, row.agrees) for row in timed}))
         drawn.append(Panel(title, cells[0].rows[0].unit, groups))
     draw_bars(drawn, _title(report.environment), path)
+    return bool(drawn)
 
 
 def mlp_bars(report: dict[str, Any], path: Path) -> bool:

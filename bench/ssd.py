@@ -152,7 +152,7 @@ PEERS: tuple[Peer, ...] = (
 
 
 def main() -> None:
-    args = turns.parser(__doc__).parse_args()
+    args = turns.parse(turns.parser(__doc__), lambda args: (peer.name for peer in PEERS))
     turns.share_memory_with_torch()
     cases = TINY if args.tiny else GPU if timing.on_gpu() else CPU
     peers = turns.selected(PEERS, args.peers)

@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 
-from bench import timing
+from bench import options, timing
 from bench.attention import Clock, attempt, measure_roofs
 from bench.report import TOLERANCE, environment, shorten
 
@@ -291,6 +291,16 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--hlo", type=Path, help="folder for the compiled programs as text")
     made.add_argument("--out", type=Path, help="write the results here as JSON, after each cell")
     return made
+
+
+def parse(made: argparse.ArgumentParser, names: Callable[[argparse.Namespace], Iterable[str]]) -> argparse.Namespace:
+    """The command's arguments; `names(args)` are those of the peers that they leave."""
+    args = made.parse_args()
+    options.check_numbers(made, args, repeats=1, time_limit=0)
+    options.check_peers(made, args.peers, names(args))
+    options.check_folder(made, "--hlo", args.hlo)
+    options.check_file(made, args.out)
+    return args
 
 
 def selected(peers: Sequence[Peer], wanted: Sequence[str] | None) -> list[Peer]:

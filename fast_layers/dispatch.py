@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -249,7 +250,8 @@ def use_backends(
       ValueError: `strict` or `reproducible` that is no bool, `force` or `forbid` that is no name. A name that no op has
         is refused by the first call of an op.
 
-    What is not given stays as it was: contexts nest. The environment sets the outermost values, read once at import:
+    What is not given stays as it was where the context is entered: contexts nest, and one may be entered again and
+    again. It holds in the thread that entered it. The environment sets the outermost values, read once at import:
     FAST_LAYERS_BACKEND=name, FAST_LAYERS_FORBID=name,name, FAST_LAYERS_STRICT=1 and FAST_LAYERS_REPRODUCIBLE=0.
     """
     for name, given in (("strict", strict), ("reproducible", reproducible)):
@@ -260,16 +262,34 @@ def use_backends(
     names = [forbid] if isinstance(forbid, str) or not isinstance(forbid, Iterable) else list(forbid)
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"forbid={forbid!r}: must be the name of a backend or a sequence of names; () forbids none")
-    outer = _policy.value
-    policy = dataclasses.replace(
-        outer,
-        force=outer.force if force is None else force,
-        forced_by=outer.forced_by if force is None else f"use_backends(force={force!r})",
-        forbid=outer.forbid.union(names),
-        strict=outer.strict if strict is None else strict,
-        reproducible=outer.reproducible if reproducible is None else reproducible,
-    )
-    return _policy(policy)
+
+    def within(outer: Policy) -> Policy:
+        return dataclasses.replace(
+            outer,
+            force=outer.force if force is None else force,
+            forced_by=outer.forced_by if force is None else f"use_backends(force={force!r})",
+            forbid=outer.forbid.union(names),
+            strict=outer.strict if strict is None else strict,
+            reproducible=outer.reproducible if reproducible is None else reproducible,
+        )
+
+    return _Steering(within)
+
+
+class _Steering:
+    """What changes the policy that holds where it is entered, in whichever thread and however often that is."""
+
+    def __init__(self, within: Callable[[Policy], Policy]):
+        self._within = within
+        self._in_thread = threading.local()
+
+    def __enter__(self) -> None:
+        context = _policy(self._within(_policy.value))
+        context.__enter__()
+        self._in_thread.entered = [*getattr(self._in_thread, "entered", ()), context]
+
+    def __exit__(self, *raised: Any) -> None:
+        self._in_thread.entered.pop().__exit__(*raised)
 
 
 def reproducible() -> bool:
@@ -277,10 +297,13 @@ def reproducible() -> bool:
     return _policy.value.reproducible
 
 
-def for_threads() -> Callable[[], Any]:
-    """Makes contexts in which other threads find what `use_backends` says here."""
-    policy = _policy.value
-    return lambda: _policy(policy)
+def carried() -> Callable[[], Any]:
+    """Makes contexts in which another thread, or process, finds what `use_backends` says here."""
+    return functools.partial(_under, dataclasses.replace(_policy.value, recorder=None))
+
+
+def _under(policy: Policy) -> Any:
+    return _policy(policy)
 
 
 def check_name(op: str, backends: Sequence[Backend], implementation: Any) -> None:

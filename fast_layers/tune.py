@@ -15,6 +15,7 @@ import datetime
 import functools
 import itertools
 import math
+import os
 import statistics
 import sys
 import time
@@ -83,7 +84,8 @@ def run(arguments: Any) -> int:
         return 1
     path = a.out or tuned.user_path()
     if path is None:
-        print(f"tune attention: {tuned.USER_TABLE} is empty, which means no user table; unset it or give --out")
+        why = f"{tuned.USER_TABLE} is empty" if tuned.USER_TABLE in os.environ else "there is no home folder"
+        print(f"tune attention: {why}, which means no user table; name a file by {tuned.USER_TABLE}, or give --out")
         return 1
     if problem := _unusable(a, path):
         print(f"tune attention: {problem}")
@@ -105,12 +107,15 @@ def _unusable(arguments: Any, path: Path) -> str | None:
     if min(*a.lengths, a.tokens) < 1 or min(a.depths) < 1 or max(a.depths) > MAX_DEPTH:
         given = f"--lengths {a.lengths}, --tokens {a.tokens} and --depths {a.depths}"
         return f"{given}: lengths and tokens must be at least 1, depths from 1 to {MAX_DEPTH}"
+    path = path.resolve()  # a link to no file yet would else be removed with the file that the trial makes
     is_new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
         if is_new:
             path.unlink()
+        _unfinished(path).open("a").close()
+        _unfinished(path).unlink()
     except OSError as error:
         return f"the table cannot be written: {error}; give another --out"
     return None
@@ -127,8 +132,14 @@ class Failures:
         print(f"  {where}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.unfinished")
+
+
 def _write(path: Path, device: str, entries: list[tuned.Entry]) -> int:
-    """How many the table holds then."""
+    """How many the table holds then. All at once: what breaks while it writes leaves the earlier table, and a link to
+    it stays one."""
+    path = path.resolve()
     merged = _merged(path, entries)
     path.parent.mkdir(parents=True, exist_ok=True)
     origin = {
@@ -137,7 +148,9 @@ def _write(path: Path, device: str, entries: list[tuned.Entry]) -> int:
         "jax": jax.__version__,
         "command": "python -m fast_layers tune attention",
     }
-    path.write_text(tuned.dump(merged, **origin))
+    unfinished = _unfinished(path)
+    unfinished.write_text(tuned.dump(merged, **origin))
+    unfinished.replace(path)
     return len(merged)
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -281,6 +283,41 @@ class TestUseBackends:
                 assert not asked()
             with fast_layers.use_backends(reproducible=True):
                 assert asked()
+
+    def test_what_holds_where_a_context_is_entered_stays(self):
+        kept = fast_layers.use_backends("reference")
+
+        def call(x):
+            with kept:
+                return _loss(x)
+
+        assert "reference" in str(fast_layers.explain(call, X))
+        with fast_layers.use_backends(forbid="reference"), pytest.raises(ValueError, match="reference: forbidden by"):
+            call(X)
+
+    def test_one_context_within_itself_and_in_two_threads(self):
+        outer, kept = dispatch._policy.value, fast_layers.use_backends("reference")
+        with kept, kept:
+            pass
+        assert dispatch._policy.value == outer
+        both_are_in = threading.Barrier(2, timeout=60)
+
+        def enter(number):
+            with fast_layers.use_backends(reproducible=bool(number)):
+                mine = dispatch._policy.value
+                both_are_in.wait()
+                if number:
+                    kept.__enter__()
+                both_are_in.wait()
+                if not number:
+                    kept.__enter__()
+                both_are_in.wait()
+                kept.__exit__(None, None, None)
+                return dispatch._policy.value == mine
+
+        with futures.ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(enter, range(2))) == [True, True]
+        assert dispatch._policy.value == outer
 
     def test_leaves_the_context_after_an_exception(self):
         outer = dispatch._policy.value

@@ -17,10 +17,11 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.experimental.pallas.mosaic_gpu
@@ -40,9 +41,12 @@ class _DeviceWithCapability(jax.sharding.AbstractDevice):
 
 
 def main(job_path: str, result_path: str) -> None:
-    gpu, target, timeout, jobs = pickle.loads(Path(job_path).read_bytes())
+    gpu, target, timeout, backends, settings, jobs = pickle.loads(Path(job_path).read_bytes())
     warnings.filterwarnings("ignore", message=".*os.fork.*", category=RuntimeWarning)
-    reports = [_compile_in_fork(gpu, target, timeout, pickled) for pickled in jobs]
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    with backends():
+        reports = [_compile_in_fork(gpu, target, timeout, pickled) for pickled in jobs]
     Path(result_path).write_bytes(pickle.dumps(reports))
 
 
@@ -50,24 +54,37 @@ def _compile_in_fork(gpu: str, target: Target, timeout: float, pickled: bytes) -
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         process = os.fork()
-        log = Path(folder) / "log"
+        log, written = Path(folder) / "log", Path(folder) / "report"
         if process == 0:
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
-            signal.alarm(max(1, round(timeout)))
-            report = _compile(gpu, target, pickled, Path(folder))
-            (Path(folder) / "report").write_bytes(pickle.dumps(report))
-            # Threads of XLA may still run; there is nothing left to tidy.
-            os._exit(0)
+            _report_and_exit(gpu, target, timeout, pickled, log, written)
         _, status = os.waitpid(process, 0)
-        if status == 0:
-            report = pickle.loads((Path(folder) / "report").read_bytes())
+        if written.exists():
+            report = pickle.loads(written.read_bytes())
         elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
             report = CompileReport(gpu, failure=f"not compiled after {timeout:g} s")
         else:
-            report = CompileReport(gpu, failure=f"the compiler ended the process (status {status})")
+            code = os.waitstatus_to_exitcode(status)
+            report = CompileReport(gpu, failure=f"the process ended before it could report (exit code {code})")
         if report.failure is not None and (said := _complaints(log)):
             report = dataclasses.replace(report, failure=f"{report.failure}\nThe compiler said:\n{said}")
     return dataclasses.replace(report, seconds=time.monotonic() - started)
+
+
+def _report_and_exit(gpu: str, target: Target, timeout: float, pickled: bytes, log: Path, written: Path) -> NoReturn:
+    """Never returns, lest this process went on as the one that it was forked from."""
+    try:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+        signal.alarm(max(1, round(timeout)))
+        report = _compile(gpu, target, pickled, log.parent)
+        unfinished = written.with_suffix(".unfinished")
+        unfinished.write_bytes(pickle.dumps(report))
+        unfinished.replace(written)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    # Threads of XLA may still run; there is nothing left to tidy.
+    os._exit(0)
 
 
 def _complaints(log: Path) -> str:
@@ -89,8 +106,8 @@ def _compile(gpu: str, target: Target, pickled: bytes, folder: Path) -> CompileR
     try:
         compiled = _lower_and_compile(target, pickle.loads(pickled))
         kernels = _kernel_reports(resources, _kernels_in(ptx, folder), target)
-    except Exception as error:
-        # Whatever the function or the compiler objects to is the result.
+    except (Exception, SystemExit) as error:
+        # Whatever the function or the compiler objects to is the result; a module may be a program, and end.
         return CompileReport(gpu, failure=f"{type(error).__name__}: {error}")
     memory = compiled.memory_analysis()
     return CompileReport(

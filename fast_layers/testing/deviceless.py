@@ -7,22 +7,30 @@ import importlib.metadata
 import importlib.util
 import os
 import pickle
+import pickletools
 import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from fast_layers.ops.operands import is_real
+from fast_layers import dispatch
 from fast_layers.testing import _deviceless_sass as sass
+from fast_layers.testing import _timeout
 from fast_layers.testing._deviceless_targets import TARGETS
 
 _NOT_INHERITED = ("JAX_COMPILATION_CACHE_DIR", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 """A program from a cache has no report, and reports are of what runs on a GPU."""
+_CARRIED = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_numpy_dtype_promotion",
+)
+"""Settings of JAX's that change what a function means."""
 
 
 class CompileError(RuntimeError):
@@ -149,6 +157,8 @@ def compile_for(gpu: str, fn: Callable[..., Any] | str, *shapes: Any, **static: 
         assert not report.check().kernel.spills
 
     Code that asks what it is compiled for (`fast_layers.explain`, the choice of backends) is answered with this GPU.
+    `fast_layers.use_backends` holds for it as it does here, and so do JAX's 64 bits, matmul precision, kind of keys and
+    dtype promotion.
 
     Args:
       gpu: "h100", "h200", "b200" or "b300".
@@ -161,7 +171,8 @@ def compile_for(gpu: str, fn: Callable[..., Any] | str, *shapes: Any, **static: 
       `.check()` to raise for that and for slow code.
 
     Raises:
-      ValueError: for an unknown GPU, a function that cannot be imported elsewhere, or missing wheels.
+      ValueError: for an unknown GPU, a function that cannot be imported elsewhere, arguments that are no arrays, or
+        missing wheels.
       CompileError: the process that compiles ended before it could report.
 
     Each call starts a process, which takes some seconds; `compile_all_for` shares one.
@@ -175,23 +186,27 @@ def compile_all_for(
     """As `compile_for`, for many functions or settings, in one process. `timeout` in seconds is for each of them.
 
     Raises:
-      ValueError: as `compile_for`, for no compilations, and for donated positions that `shapes` does not have.
+      ValueError: as `compile_for`, for no compilations, a `Compilation` of other types than its fields say, and for
+        donated positions that `shapes` does not have.
       CompileError: as `compile_for`.
     """
-    if gpu not in TARGETS:
+    if not isinstance(gpu, str) or gpu not in TARGETS:
         raise ValueError(f"gpu={gpu!r}: must be one of {', '.join(map(repr, TARGETS))}")
     if missing := missing_wheels():
         raise ValueError(missing)
-    if not is_real(timeout) or not timeout > 0:
-        raise ValueError(f"timeout={timeout!r}: must be a positive number of seconds")
+    timeout = _timeout.seconds(timeout)
+    if isinstance(compilations, Compilation):
+        raise ValueError("compilations is a single Compilation: give a list, [compilation]")
+    compilations = list(compilations)
     if not compilations:
         raise ValueError("compilations is empty, so nothing would be compiled")
     if wrong := [job for job in compilations if not isinstance(job, Compilation)]:
         raise ValueError(f"compilations has {wrong[0]!r}: must be of Compilation(fn, shapes, options)")
+    settings = {name: getattr(jax.config, name) for name in _CARRIED}
     jobs = [_pickled(compilation) for compilation in compilations]
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder) / "job", Path(folder) / "result"
-        job.write_bytes(pickle.dumps((gpu, TARGETS[gpu], timeout, jobs)))
+        job.write_bytes(pickle.dumps((gpu, TARGETS[gpu], timeout, dispatch.carried(), settings, jobs)))
         done = subprocess.run(
             [sys.executable, "-m", "fast_layers.testing._deviceless_child", str(job), str(result)],
             env=_environment(),
@@ -232,23 +247,38 @@ def _pickled(job: Compilation) -> bytes:
             )
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
-    fn, static = job.fn, dict(job.static)
+    fn = job.fn
+    for name, given, wanted in (
+        ("shapes", job.shapes, (tuple, list)),
+        ("static", job.static, Mapping),
+        ("donated", job.donated, (tuple, list)),
+    ):
+        if not isinstance(given, wanted):
+            kind = "a mapping from names" if wanted is Mapping else "a tuple, (x,) of a single one"
+            raise ValueError(f"{name} of a Compilation is of type {type(given).__name__}: must be {kind}")
     if isinstance(fn, str):
         module, colon, name = fn.partition(":")
         if not (module and colon and name):
             raise ValueError(f'fn={fn!r}: must be "module:function", or the function itself')
-    elif isinstance(fn, types.FunctionType) and fn.__module__ == "__main__":
-        raise ValueError(f"{fn.__qualname__} is defined in the program that runs: move it into a module of its own")
+    elif not callable(fn):
+        raise ValueError(f'fn={fn!r}: must be a function, or the name of one, "module:function"')
     shapes = jax.tree.map(abstract, tuple(job.shapes))
     if absent := [position for position in job.donated if position not in range(len(shapes))]:
         raise ValueError(f"donated={job.donated!r}: {absent} are not among the {len(shapes)} positions of shapes")
+    static = dict(job.static)
     try:
-        return pickle.dumps(Compilation(fn, shapes, static, job.donated))
+        pickled = pickle.dumps(Compilation(fn, shapes, static, tuple(job.donated)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"another process must be able to import {fn!r} and to read {static!r}, and cannot: {error}. Define the "
             'function at the top of a module, or name it as "module:function"; give settings by keyword.'
         ) from error
+    in_main = any(argument == "__main__" for _, argument, _ in pickletools.genops(pickled))
+    if in_main or (isinstance(fn, str) and fn.startswith("__main__:")):
+        raise ValueError(
+            f"{fn!r}, or something in {static!r}, is defined in the program that runs: move it into a module of its own"
+        )
+    return pickled
 
 
 def _environment() -> dict[str, str]:

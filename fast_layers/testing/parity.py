@@ -157,7 +157,8 @@ def check_parity(
       backends: names, or `fast_layers.dispatch.Backend`s that are not (yet) among the op's; None takes all of the op's
         but the reference.
       cases: names of the op's cases (`SUITES[op].cases`), or a mapping from names to cases of your own; None takes all.
-      dtypes: floating ones, each case in each of them; None takes bfloat16, and for some cases float16 as well.
+      dtypes: floating ones under 64 bits, each case in each of them; None takes bfloat16, and for some cases float16 as
+        well.
       run: makes a function that runs the pass it is given; `lambda fn: lambda *args: simulate(fn, *args).check()` runs
         it in the simulator.
 
@@ -168,7 +169,8 @@ def check_parity(
       wrong.
 
     Raises:
-      ValueError: an op, backend or case of an unknown name, a dtype that is not floating, or nothing to compare.
+      ValueError: an op, backend or case of an unknown name, a dtype that is not floating or too wide, nothing to
+        compare, a `run` that cannot be called, and a backend whose `supports` returns neither None nor words.
     """
     with compilers() as pool, automatic_axes.on_one_device():
         return Check(op, pool, backends, cases, dtypes, run).lower().table()
@@ -258,8 +260,10 @@ class Check:
         dtypes: Sequence[Any] | None = None,
         run: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit,
     ):
-        if op not in SUITES:
+        if not isinstance(op, str) or op not in SUITES:
             raise ValueError(f"{op=}: parity is known for {', '.join(map(repr, SUITES))}")
+        if not callable(run):
+            raise ValueError(f"{run=}: must make a function that runs the pass it is given, as jax.jit does")
         self._suite, self._pool, self._run = SUITES[op], pool, run
         self._backends = _backends(self._suite, backends)
         self._cases = [
@@ -286,8 +290,7 @@ class Check:
                 continue  # `table` tells of it
             where = f"{self._suite.op}, {case.name}"
             refusals: list[dict[Pass, str | None]] = [
-                {pass_: backend.supports(draws[0].problem, _arch(), pass_) for pass_ in PASSES}
-                for backend in self._backends
+                {pass_: _refusal(backend, draws[0].problem, pass_) for pass_ in PASSES} for backend in self._backends
             ]
             if any(None in each.values() for each in refusals):
                 case.expected = self._in_thread(f"{where}: oracle", self._suite.expect, draws)
@@ -322,7 +325,7 @@ class Check:
         return [self._suite.draw(case, dtype, index) for index in range(case.draws)]
 
     def _in_thread(self, what: str, fn: Callable[..., Any], *args: Any) -> Begun:
-        device, backends = jax.config.jax_default_device, dispatch.for_threads()
+        device, backends = jax.config.jax_default_device, dispatch.carried()
 
         def call():
             with jax.default_device(device), automatic_axes.on_one_device(), backends():
@@ -417,6 +420,13 @@ def _arch():
     return lowering_targets()[0]
 
 
+def _refusal(backend: Backend, problem: Any, pass_: Pass) -> str | None:
+    reason = backend.supports(problem, _arch(), pass_)
+    if reason is not None and not isinstance(reason, str):
+        raise ValueError(f"supports of {backend.name} returned {reason!r}: must be None, or the reason in words")
+    return reason
+
+
 def _backends(suite: Suite, given: str | Sequence[str | Backend] | None) -> list[Backend]:
     own = {backend.name: backend for backend in suite.backends()}
     if given is None:
@@ -432,9 +442,11 @@ def _cases(suite: Suite, given: str | Iterable[str] | Mapping[str, Any] | None) 
     if given is None:
         return suite.cases
     if isinstance(given, Mapping):
+        if wrong := [name for name in given if not isinstance(name, str)]:
+            raise ValueError(f"cases has the name {wrong[0]!r}: names must be strings")
         return _some("cases", given)
     some = _some("cases", [given] if isinstance(given, str) else given)
-    unknown = [name for name in some if name not in suite.cases]
+    unknown = [name for name in some if not isinstance(name, str) or name not in suite.cases]
     if unknown:
         raise ValueError(f"cases {unknown} are unknown; there are {', '.join(suite.cases)}")
     return {name: suite.cases[name] for name in some}
@@ -454,6 +466,8 @@ def _floating(given: Any) -> Any:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtypes has {given!r}: must be floating point dtypes, such as jnp.bfloat16")
+    if not jnp.finfo(dtype).eps > jnp.finfo(np.float64).eps:
+        raise ValueError(f"dtypes has {given!r}: the oracle is in float64, and judges what is narrower")
     return dtype
 
 

@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.core import Tracer
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fast_layers.ops.operands import is_real
+from fast_layers.ops.static_options import flag
 from fast_layers.testing import _simulator_machine as machine
+from fast_layers.testing import _timeout
 from fast_layers.testing._simulator_extension import extended_interpret_mode
 
 # A simulated thread occupies a thread of XLA:CPU's pool while it waits; two blocks of three warpgroups with their
@@ -26,7 +28,10 @@ POOL_THREADS = 32
 # After the timeout, waiting threads are told to stop; a process that has not stopped this much later is ended.
 _GRACE_SECONDS = 60.0
 
+_STACK_BEGINS = "Traceback (most recent call last):"
+
 _one_at_a_time = threading.Lock()
+_in_thread = threading.local()
 
 
 class SimulationError(RuntimeError):
@@ -103,11 +108,12 @@ def simulate(
         buffers go round at least three times.
       timeout: seconds until a kernel that has not ended is stopped, which is how a deadlock shows.
       detect_races: look for races; without it kernels run faster.
-      sums_in_order: report sums of floats in global memory, too, to which copies add (TMA reductions) that nothing
-        orders, of one block or of a cluster's; their last bits would change from run to run.
+      sums_in_order: with `detect_races`, report sums of floats in global memory, too, to which copies add (TMA
+        reductions) that nothing orders, of one block or of a cluster's; their last bits would change from run to run.
 
     Raises:
-      ValueError: if no such kernel ran, or XLA:CPU has too few threads to run the kernel's; see NPROC below.
+      ValueError: if no such kernel ran, or XLA:CPU has too few threads to run the kernel's (see NPROC below); for an
+        `fn` that cannot be called, and a call from within a simulation or a function that JAX traces.
 
     XLA:CPU makes as many threads as there are cores, or as the environment variable NPROC says when jax starts. Set
     NPROC=32 before jax is imported. One simulation runs at a time.
@@ -127,8 +133,16 @@ def simulated(
     """As `simulate`, for several calls: those with arrays of the same shapes are traced and compiled once. A call may
     run no kernel."""
     _check_pool()
-    if not is_real(timeout) or not timeout > 0:
-        raise ValueError(f"timeout={timeout!r}: must be a positive number of seconds")
+    if not callable(fn):
+        raise ValueError(
+            f"simulate was given an object of type {type(fn).__name__}, which cannot be called: give the function and "
+            "its arguments, simulate(f, *args), not its result simulate(f(*args))"
+        )
+    seconds = _timeout.seconds(timeout)
+    flag("detect_races", detect_races)
+    flag("sums_in_order", sums_in_order)
+    if sums_in_order and not detect_races:
+        raise ValueError(f"{sums_in_order=} with {detect_races=}: such sums are found as races; leave one of them out")
     params = plgpu.InterpretGPUParams(
         detect_races=detect_races,
         inline_mgpu="ignore",
@@ -141,7 +155,9 @@ def simulated(
         findings = machine.Findings()
         started = time.monotonic()
         outputs = None
-        with _one_at_a_time, extended_interpret_mode(findings, sums_in_order), _watchdog(timeout):
+        if getattr(_in_thread, "simulates", False):
+            raise ValueError(f"{fn!r} is to be simulated within a simulation: simulate one after the other")
+        with _one_simulation(), extended_interpret_mode(findings, sums_in_order), _watchdog(seconds):
             gpu_callbacks.reset_gpu_interpret_mode_state()
             try:
                 with plgpu.force_gpu_interpret_mode(params):
@@ -150,6 +166,11 @@ def simulated(
                 findings.fail(error)
             finally:
                 gpu_callbacks.reset_gpu_interpret_mode_state()
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(outputs)):
+            raise ValueError(
+                f"{fn!r} cannot be simulated while JAX traces another function, since kernels only run outside of it: "
+                "call simulate outside jit, grad and vmap, and give these to it, simulate(jax.vmap(f), *args)"
+            )
         failure = None if findings.failure is None else _first_words(findings.failure)
         return Simulation(findings.races, failure, time.monotonic() - started, outputs, findings.kernel_ran)
 
@@ -165,6 +186,16 @@ def _check_pool() -> None:
             f"{POOL_THREADS} threads of XLA. Set NPROC={POOL_THREADS} in the environment before jax is imported "
             f"(NPROC={POOL_THREADS} pytest ..., or os.environ at the top of conftest.py)."
         )
+
+
+@contextlib.contextmanager
+def _one_simulation() -> Iterator[None]:
+    with _one_at_a_time:
+        _in_thread.simulates = True
+        try:
+            yield
+        finally:
+            _in_thread.simulates = False
 
 
 @contextlib.contextmanager
@@ -192,4 +223,7 @@ def _watchdog(timeout: float) -> Iterator[None]:
 
 def _first_words(error: BaseException) -> str:
     """The message, without the stacks that XLA puts into it."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    first, *others = str(error).strip().splitlines() or ["no message"]
+    if others and first.endswith(_STACK_BEGINS):
+        first = f"{first.removesuffix(_STACK_BEGINS)}{others[-1]}"
+    return f"{type(error).__name__}: {first}"

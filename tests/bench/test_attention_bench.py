@@ -423,6 +423,10 @@ def test_torch_is_timed_by_events_around_a_batch_of_calls(gpu, capturable, metho
     [
         (["--cases", "d96"], "--cases d96: unknown; take d128"),
         (["--cases", "tiny", "--peers", "numpy"], "--peers numpy: no peer's name contains it; the names are"),
+        (["--cases", "0x4"], "--cases 0x4: take lengths from 1 to "),
+        (["--cases", "64x0"], "and at least 1 head"),
+        (["--cases", "99999999999x1"], "--cases 99999999999x1: take lengths from 1 to "),
+        (["--cases", "tiny", "--passes", "forward+backward"], "these cases are timed in forward, backward$"),
     ],
 )
 def test_a_wrong_name_says_which_there_are(arguments, message):
@@ -439,3 +443,9 @@ def test_a_wrong_number_or_dtype_ends_before_anything_is_timed(wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
         attention.main(wrong)
     assert f"{' '.join(wrong)}: take " in capsys.readouterr().err
+
+
+def test_without_time_no_bars_are_claimed(tmp_path, capsys):
+    attention.main(["--cases", "tiny", "--time-limit", "0", "--out", str(tmp_path)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attention.json", "roofline.png"]
+    assert "and no bars, since nothing was timed" in capsys.readouterr().out

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
+import re
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 from simulator import kernels
 
+import fast_layers
 from deviceless import functions
 from fast_layers.testing import Compilation, CompileError, CompileReport, compile_all_for, compile_for
 from fast_layers.testing.deviceless import missing_wheels
@@ -37,13 +41,15 @@ HOPPER = {
     "thrice": Compilation(functions.matmul_thrice, MATMUL),
     "no kernel": Compilation(functions.doubled, MATMUL[:1]),
     "targets": Compilation(functions.tell_targets, MATMUL[:1]),
+    "leaves": Compilation(functions.leaves, MATMUL[:1]),
+    "ends the process": Compilation(functions.ends_the_process, MATMUL[:1]),
     "not for Hopper": Compilation(kernels.two_block_matmul, TWO_BLOCKS),
 }
 
 
 @pytest.fixture(scope="module")
 def hopper() -> dict[str, CompileReport]:
-    return dict(zip(HOPPER, compile_all_for("h200", list(HOPPER.values())), strict=True))
+    return dict(zip(HOPPER, compile_all_for("h200", iter(HOPPER.values())), strict=True))
 
 
 def test_healthy_kernel(hopper):
@@ -120,16 +126,50 @@ def test_timeout():
     assert after.failure is None
 
 
-def test_unknown_gpu():
-    with pytest.raises(ValueError, match="gpu='v100': must be one of 'h100', 'h200', 'b200', 'b300'"):
-        compile_for("v100", functions.doubled, bf16(8))
+def test_what_ends_its_process_fails_alone(hopper):
+    assert hopper["leaves"].failure == "SystemExit: usage: a program"
+    assert hopper["ends the process"].failure == "the process ended before it could report (exit code 3)"
+
+
+def test_what_is_set_here_holds_where_it_is_compiled():
+    with (
+        fast_layers.use_backends(forbid="cudnn", reproducible=False),
+        jax.enable_x64(True),
+        jax.default_matmul_precision("highest"),
+    ):
+        failure = compile_for("h200", functions.tell_settings, jax.ShapeDtypeStruct((8,), jnp.float64)).failure or ""
+    assert "forbid=frozenset({'cudnn'}) policy.reproducible=False" in failure
+    assert "dtype=dtype('float64')" in failure
+    assert "precision='highest'" in failure
+
+
+@pytest.mark.parametrize("timeout", [0, "x", float("inf")])
+def test_timeout_is_a_time(timeout):
+    with pytest.raises(ValueError, match=f"timeout={timeout!r}: must be a positive number of seconds"):
+        compile_all_for("h200", [HOPPER["no kernel"]], timeout=timeout)
+
+
+@pytest.mark.parametrize("gpu", ["v100", ["h200"]], ids=str)
+def test_unknown_gpu(gpu):
+    message = re.escape(f"gpu={gpu!r}: must be one of 'h100', 'h200', 'b200', 'b300'")
+    with pytest.raises(ValueError, match=message):
+        compile_for(gpu, functions.doubled, bf16(8))
 
 
 def test_function_must_be_importable():
     with pytest.raises(ValueError, match="Define the function at the top of a module"):
         compile_for("h200", lambda x: x, bf16(8))
-    with pytest.raises(ValueError, match='must be "module:function"'):
-        compile_for("h200", "deviceless.functions.doubled", bf16(8))
+    for given in ("deviceless.functions.doubled", 3):
+        with pytest.raises(ValueError, match='"module:function"'):
+            compile_for("h200", given, bf16(8))
+
+
+def test_nothing_may_come_from_the_program_that_runs(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "doubled", functions.doubled, raising=False)
+    monkeypatch.setattr(functions.doubled, "__module__", "__main__")
+    for given in (functions.doubled, functools.partial(functions.doubled), "__main__:doubled"):
+        with pytest.raises(ValueError, match="is defined in the program that runs"):
+            compile_for("h200", given, bf16(8))
 
 
 def test_arguments_must_be_arrays():
@@ -137,7 +177,20 @@ def test_arguments_must_be_arrays():
         compile_for("h200", functions.doubled, 3)
 
 
-@pytest.mark.parametrize(("compilations", "message"), [([], "compilations is empty"), ([3], "compilations has 3")])
+@pytest.mark.parametrize(
+    ("compilations", "message"),
+    [
+        ([], "compilations is empty"),
+        (iter([]), "compilations is empty"),
+        ([3], "compilations has 3"),
+        (HOPPER["no kernel"], r"a single Compilation: give a list"),
+        ([Compilation(functions.doubled, bf16(8))], "shapes of a Compilation is of type ShapeDtypeStruct"),
+        ([Compilation(functions.doubled, jnp.ones((1, 8)))], "shapes of a Compilation is of type"),
+        ([Compilation(functions.doubled, (bf16(8),), [3])], "static of a Compilation is of type list"),
+        ([Compilation(functions.doubled, (bf16(8),), donated=0)], "donated of a Compilation is of type int"),
+    ],
+    ids=["none", "none to come", "no compilation", "one", "one shape", "one array", "static", "donated"],
+)
 def test_what_is_to_be_compiled_must_be_there(compilations, message):
     with pytest.raises(ValueError, match=message):
         compile_all_for("h200", compilations)

@@ -178,10 +178,57 @@ def test_too_few_threads(monkeypatch):
         simulate(lambda x: x, numbers(8, 8))
 
 
-def test_timeout_must_be_positive():
-    for timeout in (0, "x", True):
+def test_timeout_must_be_positive_and_a_time():
+    for timeout in (0, "x", True, float("nan"), float("inf"), 1e12):
         with pytest.raises(ValueError, match=f"timeout={timeout!r}: must be a positive number"):
             simulate(lambda x: x, numbers(8, 8), timeout=timeout)
+
+
+def test_numpys_numbers_are_timeouts():
+    simulate(kernels.add_rows, numbers(4, 8, 128, dtype=jnp.float32), timeout=np.float32(60.0)).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"detect_races": "no"}, "detect_races='no': must be True or False"),
+        ({"sums_in_order": 1}, "sums_in_order=1: must be True or False"),
+        ({"sums_in_order": True, "detect_races": False}, "such sums are found as races"),
+    ],
+    ids=str,
+)
+def test_options_that_would_not_be_honoured(options, message):
+    with pytest.raises(ValueError, match=message):
+        simulate(kernels.add_rows, numbers(4, 8, 128, dtype=jnp.float32), **options)
+
+
+def test_a_result_in_place_of_the_function():
+    with pytest.raises(ValueError, match=r"which cannot be called: .* not its result simulate\(f\(\*args\)\)"):
+        simulate(numbers(8, 8))
+
+
+def test_not_within_a_simulation_nor_a_trace():
+    x = numbers(4, 8, 128, dtype=jnp.float32)
+
+    def within(x):
+        return simulate(kernels.add_rows, x).check()
+
+    with pytest.raises(ValueError, match="simulated within a simulation: simulate one after the other"):
+        simulate(within, x)
+    with pytest.raises(ValueError, match="while JAX traces another function"):
+        jax.jit(within)(x)
+    within(x)
+
+
+def test_an_error_while_a_function_runs_is_told():
+    def fails(x):
+        raise ZeroDivisionError("by nothing")
+
+    def call(x):
+        return jax.pure_callback(fails, jax.ShapeDtypeStruct((8, 128), jnp.float32), kernels.add_rows(x))
+
+    sim = simulate(call, numbers(4, 8, 128, dtype=jnp.float32))
+    assert "ZeroDivisionError: by nothing" in (sim.failure or "")
 
 
 def test_where_no_kernel_ran_nothing_is_well():

@@ -300,12 +300,24 @@ def test_default_backends_are_the_ops_own(monkeypatch):
         ({"dtypes": []}, "dtypes is empty"),
         ({"dtypes": ["brain"]}, "dtypes has 'brain'"),
         ({"dtypes": [jnp.int32]}, "must be floating point"),
+        ({"dtypes": [jnp.float32, jnp.float64]}, "the oracle is in float64, and judges what is narrower"),
+        ({"op": ["mlp"]}, r"op=\['mlp'\]: parity is known for"),
+        ({"cases": [["causal d64"]]}, r"cases \[\['causal d64'\]\] are unknown"),
+        ({"cases": {3: SMALL["small"]}}, "cases has the name 3: names must be strings"),
+        ({"run": "jit"}, "run='jit': must make a function"),
     ],
     ids=str,
 )
 def test_unknown_names_and_nothing_to_compare(arguments, message):
     with pytest.raises(ValueError, match=message):
         check_parity(**arguments)
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_reason_is_in_words(returned):
+    backend = Backend("mine", lambda problem, arch, pass_: returned, xla.forward, xla.backward)
+    with pytest.raises(ValueError, match=f"supports of mine returned {returned}: must be None, or the reason"):
+        check_parity(backends=[backend], cases={"small": SMALL["small"]})
 
 
 def test_the_table_covers_what_it_should():

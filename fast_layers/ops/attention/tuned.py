@@ -1,8 +1,9 @@
 """Tiles that were measured: the table that comes with the package, and the user's own, which comes first.
 
 `python -m fast_layers tune attention` writes the user's, to FAST_LAYERS_TILES if that is set (an empty value means no
-user table), else to fast_layers/attention_tiles.json below XDG_CONFIG_HOME or ~/.config. A call that stands in neither
-takes the rules in `config.py`. Tables are read once per process, when the first kernel is traced.
+user table), else to fast_layers/attention_tiles.json below XDG_CONFIG_HOME or ~/.config, if there is a home. A call
+that stands in neither takes the rules in `config.py`. Tables are read once per process, when the first kernel is
+traced.
 
 A table is a JSON object, `{"format": 7, "device": ..., "date": ..., "command": ..., "entries": [...]}`. An entry says
 which calls it is for (`arch`, `pass`, `qk_dim`, `v_dim`, `mask`, and `longest`, the most queries or keys, null for any
@@ -140,7 +141,10 @@ def user_path() -> Path | None:
     if named is not None:
         return Path(named) if named else None
     base = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path.home() / ".config") / "fast_layers" / "attention_tiles.json"
+    try:
+        return (Path(base) if base else Path.home() / ".config") / "fast_layers" / "attention_tiles.json"
+    except RuntimeError:  # a user without a home, as in many containers
+        return None
 
 
 @functools.cache
@@ -151,13 +155,19 @@ def shipped_table() -> tuple[Entry, ...]:
 
 @functools.cache
 def user_table() -> tuple[Entry, ...]:
-    """Empty if there is none, and with a warning if it is damaged."""
+    """Empty if there is none, and with a warning if it is damaged, or is not where FAST_LAYERS_TILES says."""
     path = user_path()
     if path is None:
         return ()
     try:
         return parse(path.read_text())
     except FileNotFoundError:
+        if USER_TABLE in os.environ:
+            warnings.warn(
+                f"{USER_TABLE} names the table of tiles {path}, which is not there: correct or unset it, or write the "
+                "table with `python -m fast_layers tune attention`",
+                stacklevel=2,
+            )
         return ()
     except (OSError, ValueError) as error:
         warnings.warn(f"the table of tiles in {path} is ignored: {error}; {_RETUNE}", stacklevel=2)

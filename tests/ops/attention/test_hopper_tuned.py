@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
+import pwd
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,8 @@ from fast_layers.ops.attention.config import (
 from fast_layers.testing import parity
 
 H200 = Arch("cuda", "NVIDIA H200", (9, 0))
+
+pytestmark = pytest.mark.filterwarnings("ignore:FAST_LAYERS_TILES names the table")
 
 
 def _problem(length=2048, depth=64, v_dim=None, heads=16, group=1, **options):
@@ -179,6 +183,24 @@ def test_where_the_users_table_is(monkeypatch, tmp_path):
     assert tuned.user_path() == tmp_path / "fast_layers" / "attention_tiles.json"
     monkeypatch.setenv(tuned.USER_TABLE, "")
     assert tuned.user_path() is None
+
+
+def test_a_table_that_is_not_where_it_is_said_to_be_is_told(user_file):
+    with pytest.warns(UserWarning, match=r"FAST_LAYERS_TILES names the table of tiles .*, which is not there"):
+        assert tuned.user_table() == ()
+
+
+def _no_home(monkeypatch):
+    for name in (tuned.USER_TABLE, "XDG_CONFIG_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+
+
+def test_who_has_no_home_has_no_table(monkeypatch):
+    _no_home(monkeypatch)
+    tuned.user_table.cache_clear()
+    assert tuned.find(_problem(), "forward") is not None
+    tuned.user_table.cache_clear()
 
 
 OPTIONS = {"full": {}, "causal": {"is_causal": True}, "window": {"local_window_size": (tune.WINDOW - 1, 0)}}
@@ -364,4 +386,28 @@ class TestTune:
     def test_needs_a_place(self, monkeypatch, capsys):
         monkeypatch.setenv(tuned.USER_TABLE, "")
         assert main(["tune", "attention"]) == 1
-        assert "give --out" in capsys.readouterr().out
+        assert "FAST_LAYERS_TILES is empty" in (said := capsys.readouterr().out)
+        assert "give --out" in said
+        _no_home(monkeypatch)
+        assert main(["tune", "attention"]) == 1
+        assert "there is no home folder" in capsys.readouterr().out
+
+    def test_a_broken_write_leaves_the_earlier_table(self, monkeypatch, user_file):
+        _write(user_file, _entry(MINE))
+        earlier = user_file.read_text()
+
+        def breaks(path, text):
+            path.open("w").write(text[:10])
+            raise OSError("no space left")
+
+        monkeypatch.setattr(pathlib.Path, "write_text", breaks)
+        with pytest.raises(OSError, match="no space left"):
+            tune._write(user_file, "H200", [_entry(MINE, mask="window")])
+        assert user_file.read_text() == earlier
+
+    def test_a_link_to_the_table_stays_one(self, user_file, tmp_path):
+        user_file.parent.mkdir()
+        user_file.symlink_to(tmp_path / "kept.json")
+        assert main(["tune", "attention", "--depths", "64", "--masks", "full", "--passes", "forward"]) == 0
+        assert user_file.is_symlink()
+        assert len(tuned.parse((tmp_path / "kept.json").read_text())) == 1
