@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import importlib
+import math
 import os
 import pickle
 import re
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.experimental.pallas.mosaic_gpu
+import numpy as np
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
@@ -128,16 +130,21 @@ def _lower_and_compile(target: Target, job: Compilation) -> Any:
 
 
 @contextlib.contextmanager
-def described(target: Target) -> Iterator[jax.sharding.NamedSharding]:
-    """What is compiled in here is compiled for one such GPU: the sharding that its arguments must have."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target.xla_description, topology="1x1x1")
-    mesh = jax.sharding.Mesh(topology.devices, ("one",))
-    known = mesh.abstract_mesh.abstract_device
+def described(target: Target, mesh: Mapping[str, int] | None = None) -> Iterator[jax.sharding.NamedSharding]:
+    """What is compiled in here is compiled for one such GPU, or for those of a `mesh` of automatic axes: the sharding
+    that whole arguments must have."""
+    axes = dict(mesh or {"one": 1})
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target.xla_description, topology=f"1x1x{math.prod(axes.values())}"
+    )
+    devices = np.array(topology.devices).reshape(tuple(axes.values()))
+    gpus = jax.sharding.Mesh(devices, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    known = gpus.abstract_mesh.abstract_device
     device = _DeviceWithCapability(
         known.device_kind, known.num_cores, known.platform, ".".join(map(str, target.capability))
     )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(abstract_device=device)):
-        yield jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with jax.sharding.use_abstract_mesh(gpus.abstract_mesh.update(abstract_device=device)):
+        yield jax.sharding.NamedSharding(gpus, jax.sharding.PartitionSpec())
 
 
 def _import(reference: str) -> Any:

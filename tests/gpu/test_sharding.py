@@ -1,5 +1,7 @@
 """Kernels on several GPUs at once: batch, heads, channels, tokens, hidden features, over a mesh of all that are here.
 
+Split by XLA, by the arrays' types, or by `shard_map`.
+
 python3 -m pytest tests/gpu/test_sharding.py -n0 -p no:cacheprovider
 """
 
@@ -127,6 +129,29 @@ def test_explicit_axes(name):
             placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, (_, spec) in zip(arrays, shapes, strict=True)]
             results = jax.jit(functools.partial(_step, functools.partial(call, implementation)))(*placed)
         assert len(results[0].sharding.device_set) == GPUS
+        return jax.device_get(results)
+
+    _assert_as_on_one(run, call, shapes)
+
+
+# Those that XLA splits by itself.
+AUTOMATIC = ("attention", "attention_in_one_launch", "ssd", "conv")
+
+
+@pytest.mark.parametrize("name", AUTOMATIC)
+def test_automatic_axes(name):
+    call, shapes = EXPLICIT[name]
+    mesh = jax.make_mesh(SHAPE, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def run(implementation):
+        arrays = _arrays(shapes, jnp.bfloat16)
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, (_, spec) in zip(arrays, shapes, strict=True)]
+        with jax.set_mesh(mesh):
+            step = jax.jit(functools.partial(_step, functools.partial(call, implementation))).lower(*placed).compile()
+        if implementation != "xla":
+            assert "all-gather" not in step.as_text()
+        results = step(*placed)
+        assert results[0].sharding.is_equivalent_to(placed[0].sharding, results[0].ndim)
         return jax.device_get(results)
 
     _assert_as_on_one(run, call, shapes)

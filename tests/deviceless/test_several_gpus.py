@@ -1,0 +1,41 @@
+"""Kernels that XLA spreads over eight GPUs that are not here: each gets its device's batch and heads, and none more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fast_layers.testing.deviceless import missing_wheels
+
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif(bool(missing_wheels()) and not os.environ.get("CI"), reason=missing_wheels() or ""),
+]
+
+# What each kernel of the op gives, of a mesh of two by four.
+OUT, CONVOLVED, SCANNED = "2,512,2,128", "2,256,256", "2,256,2,64"
+OPS = {"attention": OUT, "fewer_key_heads": OUT, "scan": SCANNED, "conv1d": CONVOLVED}
+ON_BLACKWELL = ("attention", "scan")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "op"),
+    [
+        *[("h200", op) for op in OPS],
+        *[pytest.param("b200", op, marks=pytest.mark.exhaustive) for op in ON_BLACKWELL],
+    ],
+)
+def test_each_device_has_its_part(gpu, op):
+    script = Path(__file__).with_name("several_gpus.py")
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    done = subprocess.run([sys.executable, str(script), gpu, op], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["kernels"]) >= 2
+    assert any(OPS[op] in shapes for shapes in found["kernels"])
+    assert not found["gathered"]
