@@ -56,6 +56,11 @@ class Backend:
     def __post_init__(self):
         _names_of_all_ops.add(self.name)
 
+    @property
+    def split_here(self) -> Callable[..., Any] | None:
+        """`split`, where XLA spreads what is traced over several devices."""
+        return self.split if automatic_axes.xla_splits() else None
+
     def refuses(self, problem: Any, arch: Arch, pass_: Pass, *, by_name: bool = False) -> str | None:
         """Why it does not take a call that asks for it by name, or (the default) that names none; None if it does."""
         if not by_name and not self.automatic:
@@ -109,7 +114,7 @@ class Plan:
         backend = self.forward[0].backend
         both = zip(self.forward, self.backward, strict=True)
         own = all((forward.backend is backend) == (backward.backend is backend) for forward, backward in both)
-        return own and backend is not None and backend.fwd_saving is not None and not _is_split(backend)
+        return own and backend is not None and backend.fwd_saving is not None and backend.split_here is None
 
     def run(self, pass_: Pass, *args: Any) -> Any:
         """Call the chosen backend's `fwd` or `bwd` as `f(problem, *args)`."""
@@ -153,19 +158,12 @@ class Plan:
         axes = frozenset().union(*map(varying_axes, jax.tree.leaves(operands)))
 
         def call(*args: Any) -> Any:
-            run = method
             if backend.is_kernel:
                 args = _differentiated_once(self.op, backend.name, args)
-            if backend.split is not None and _is_split(backend):
-                run = functools.partial(backend.split, method)
+            run = method if backend.split_here is None else functools.partial(backend.split_here, method)
             return jax.tree.map(lambda x: vary_over(x, axes), run(self.problem, *args))
 
         return call
-
-
-def _is_split(backend: Backend) -> bool:
-    """Whether XLA spreads the backend's passes over several devices as it says itself."""
-    return backend.split is not None and automatic_axes.xla_splits()
 
 
 def _differentiated_once(op: str, name: str, operands: Any) -> Any:

@@ -36,7 +36,7 @@ def dims_of(dimensions: Mapping[str, Dims], named: Any) -> list[Dims]:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A call `run(*operands)`, of whole arrays or of shards alike. Hashed, so all are compared by value.
+    """A call `run(*operands)`, of whole arrays or of shards alike; equal calls are traced once.
 
     The first operand tells over which mesh axes batch and heads are split. Several of its heads share one of `shared`,
     as query heads a key/value head: of those a device may have all, or the one that its heads share. A dimension of 1
@@ -211,8 +211,7 @@ def _fine_mesh(devices: list[Any], mesh: Mesh) -> Mesh:
             else:
                 primes.append(factor)
                 rest //= factor
-    names = tuple(f"fast_layers_{i}" for i in range(max(len(primes), 1)))
-    return Mesh(np.array(devices).reshape(primes or (1,)), names)
+    return Mesh(np.array(devices).reshape(primes), tuple(f"fast_layers_{i}" for i in range(len(primes))))
 
 
 def _axes_of(mesh: Mesh, starts: np.ndarray) -> tuple[str, ...]:

@@ -38,9 +38,9 @@ def test_any_other_refusal_fails(monkeypatch):
     """As that of several GPUs, had the tests not been told to use the first."""
     monkeypatch.setattr(automatic_axes, "gpus_here", lambda: 2)
     with pytest.raises(pytest.fail.Exception, match=r"hopper must take this on .*, and refuses: several GPUs are here"):
-        _check(SUITES["dot_product_attention"].typical(), SUITES["dot_product_attention"])
+        _check(SUITES["mlp"].typical(), SUITES["mlp"])
     with automatic_axes.on_one_device():
-        _check(SUITES["dot_product_attention"].typical(), SUITES["dot_product_attention"])
+        _check(SUITES["mlp"].typical(), SUITES["mlp"])
     with pytest.raises(pytest.skip.Exception, match="of another make"):
         refusals.skip("hopper", ON["blackwell"], [None, "of another make"])
     with pytest.raises(pytest.skip.Exception, match="features in multiples"):
