@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from fast_layers._version import __version__
 
 Dims = tuple[str | None, ...]
 """What the dimensions of an array are; None is never split."""
@@ -36,19 +39,25 @@ def dims_of(dimensions: Mapping[str, Dims], named: Any) -> list[Dims]:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A call `run(*operands)`, of whole arrays or of shards alike; equal calls are traced once.
+    """A call `method(problem, *operands)`, of whole arrays or of shards alike; equal calls are traced once.
 
-    The first operand tells over which mesh axes batch and heads are split. Several of its heads share one of `shared`,
-    as query heads a key/value head: of those a device may have all, or the one that its heads share. A dimension of 1
-    stands for all, and is not split. A result without a dimension that is split is the sum over all shards.
+    `of_shard(problem, *operands)` is the problem of a shard. The first operand tells over which mesh axes batch and
+    heads are split. Several of its heads share one of `shared`, as query heads a key/value head: of those a device may
+    have all, or the one that its heads share. A dimension of 1 stands for all, and is not split. A result without a
+    dimension that is split is the sum over all shards.
     """
 
-    run: Callable[..., Any]
+    method: Callable[..., Any]
+    problem: Any
+    of_shard: Callable[..., Any]
     operands: tuple[Dims, ...]
     """Of their leaves, in order; and of the results'."""
     results: tuple[Dims, ...]
     heads: str
     shared: str
+
+    def run(self, *operands: Any) -> Any:
+        return self.method(self.of_shard(self.problem, *operands), *operands)
 
     def __call__(self, *operands: Any) -> Any:
         """What `run` gives. Under `jax.vmap` it is one call on a larger batch, if nothing is shared by all of it."""
@@ -59,7 +68,7 @@ class Split:
         batch = max(whole, default=1)
 
         def call(*arrays: Any) -> list[Any]:
-            return _split(self, tree, *arrays)
+            return _split(self, tree)(*arrays)
 
         mapped = custom_vmap(call)
 
@@ -95,9 +104,14 @@ class Split:
         return jax.tree.unflatten(out_tree, mapped(*arrays))
 
 
-# Jitted, so that XLA splits it also outside of any `jax.jit`, and a model of many equal layers traces it once.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _split(call: Split, tree: Any, *arrays: jax.Array) -> list[jax.Array]:
+@functools.lru_cache(maxsize=4096)
+def _split(call: Split, tree: Any) -> Callable[..., list[jax.Array]]:
+    """Jitted, so that XLA splits it also outside of any `jax.jit`, and a model of many equal layers traces it once.
+
+    Its name stands for all that the call is: where JAX leaves the address of `partition` out of what it knows programs
+    by in its cache (`jax_remove_custom_partitioning_ptr_from_cache_key`), they would else be taken for one another.
+    """
+
     def run(*arrays: jax.Array) -> list[jax.Array]:
         return jax.tree.leaves(call.run(*jax.tree.unflatten(tree, arrays)))
 
@@ -112,11 +126,17 @@ def _split(call: Split, tree: Any, *arrays: jax.Array) -> list[jax.Array]:
         of_results = [shards.sharding(x.shape, dims) for x, dims in zip(results, call.results, strict=True)]
         return shards.mesh, on_shard, of_results, of_operands
 
-    split = custom_partitioning(run)
-    rule, whole = _rule(call, len(arrays), [x.shape for x in (*arrays, *jax.eval_shape(run, *arrays))])
-    # Layouts that no mesh axes have names for come, too: half of an axis over key/value heads, half over their depth.
-    split.def_partition(partition, decode_shardings=False, sharding_rule=rule, need_replication_factors=whole)
-    return split(*arrays)
+    def split(*arrays: jax.Array) -> list[jax.Array]:
+        parted = custom_partitioning(run)
+        rule, whole = _rule(call, len(arrays), [x.shape for x in (*arrays, *jax.eval_shape(run, *arrays))])
+        # Layouts that no mesh axes have names for come, too: half an axis over key/value heads, half over their depth.
+        parted.def_partition(partition, decode_shardings=False, sharding_rule=rule, need_replication_factors=whole)
+        return parted(*arrays)
+
+    does = call.method
+    facts = __version__, does.__module__, does.__qualname__, call.problem, call.operands, call.results, tree
+    split.__name__ = f"{does.__name__}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
+    return jax.jit(split)
 
 
 def _discharging(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from typing import Any
 
 import jax
@@ -244,3 +245,18 @@ def test_a_kernel_is_chosen_unasked(shards):
     with jax.set_mesh(_mesh()):
         (plan,) = fast_layers.explain(fast_layers.dot_product_attention, x, x, x).plans
     assert [plan.sole_backend(pass_).name for pass_ in dispatch.PASSES] == ["kernel", "kernel"]
+
+
+def test_the_name_stands_for_the_call(shards):
+    """By which JAX's cache knows programs, where it leaves out the address of what splits them."""
+    x = jax.device_put(_normal(B, T, 8, H), NamedSharding(_mesh(), P("data")))
+
+    def name_with(**options):
+        lowered = jax.jit(lambda x: attend("kernel", {"query": x, "key": x, "value": x}, **options)[0]).lower(x)
+        (name,) = set(re.findall(r"@(forward_[0-9a-f]{16})\(", lowered.as_text()))
+        return name
+
+    names = [name_with(**options) for options in ({}, {"is_causal": True}, {"softcap": 2.0}, {"softcap": 3.0})]
+    assert len(set(names)) == 4
+    jax.clear_caches()
+    assert name_with(softcap=3.0) == names[-1]

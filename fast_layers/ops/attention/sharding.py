@@ -102,24 +102,16 @@ def _explicit_axes(inputs: Inputs) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return found.get("batch", ()), found.get("heads", ())
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pass:
-    """A backend's pass on whole arrays or on a shard, whose problem follows from their shapes."""
-
-    method: Callable[..., Any]
-    problem: Problem
-
-    def __call__(self, given: Inputs | Residuals, *others: Any) -> Any:
-        inputs, aux = (given, others[0]) if isinstance(given, Inputs) else (given.inputs, given.aux)
-        of_shard = dataclasses.replace(
-            self.problem,
-            batch=inputs.query.shape[0],
-            heads=inputs.query.shape[2],
-            kv_heads=inputs.key.shape[2],
-            mask=MaskFacts.of(aux.mask),
-            bias=None if inputs.bias is None else inputs.bias.shape,
-        )
-        return self.method(of_shard, given, *others)
+def _of_shard(problem: Problem, given: Inputs | Residuals, *others: Any) -> Problem:
+    inputs, aux = (given, others[0]) if isinstance(given, Inputs) else (given.inputs, given.aux)
+    return dataclasses.replace(
+        problem,
+        batch=inputs.query.shape[0],
+        heads=inputs.query.shape[2],
+        kv_heads=inputs.key.shape[2],
+        mask=MaskFacts.of(aux.mask),
+        bias=None if inputs.bias is None else inputs.bias.shape,
+    )
 
 
 def by_xla(method: Callable[..., Any], problem: Problem, given: Inputs | Residuals, *others: Any) -> Any:
@@ -129,5 +121,5 @@ def by_xla(method: Callable[..., Any], problem: Problem, given: Inputs | Residua
         operands, results = dims_of(_DIMENSIONS, (given, others)), of_results
     else:
         operands, results = [*dims_of(_DIMENSIONS, given), *of_results], dims_of(_DIMENSIONS, given.inputs)
-    call = Split(_Pass(method, problem), tuple(operands), tuple(results), "heads", "kv_heads")
+    call = Split(method, problem, _of_shard, tuple(operands), tuple(results), "heads", "kv_heads")
     return call(given, *others)

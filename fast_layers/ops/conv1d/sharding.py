@@ -69,16 +69,10 @@ def per_shard(convolve: Callable[[Inputs, Aux], Outputs], inputs: Inputs, aux: A
     return split(*lay_out(operands, in_specs, mesh))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pass:
-    """A backend's pass on whole arrays or on a shard, whose problem follows from their shapes."""
-
-    method: Callable[..., Any]
-    problem: Problem
-
-    def __call__(self, inputs: Inputs, *others: Any) -> Any:
-        batch, _, channels = inputs.x.shape
-        return self.method(dataclasses.replace(self.problem, batch=batch, channels=channels), inputs, *others)
+def _of_shard(problem: Problem, inputs: Inputs, *others: Any) -> Problem:
+    del others
+    batch, _, channels = inputs.x.shape
+    return dataclasses.replace(problem, batch=batch, channels=channels)
 
 
 def by_xla(method: Callable[..., Any], problem: Problem, inputs: Inputs, *others: Any) -> Any:
@@ -90,4 +84,4 @@ def by_xla(method: Callable[..., Any], problem: Problem, inputs: Inputs, *others
     else:
         results = dims_of(_DIMENSIONS, inputs)
     dims = tuple(dims_of(_DIMENSIONS, operands))
-    return Split(_Pass(method, problem), dims, tuple(results), "channels", "channels")(*operands)
+    return Split(method, problem, _of_shard, dims, tuple(results), "channels", "channels")(*operands)

@@ -99,18 +99,11 @@ def _explicit_axes(inputs: Inputs) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return found.get("batch", ()), found.get("heads", ())
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pass:
-    """A backend's pass on whole arrays or on a shard, whose problem follows from their shapes."""
-
-    method: Callable[..., Any]
-    problem: Problem
-
-    def __call__(self, given: Inputs | Residuals, *others: Any) -> Any:
-        inputs = given if isinstance(given, Inputs) else given.inputs
-        batch, _, heads, _ = inputs.x.shape
-        of_shard = dataclasses.replace(self.problem, batch=batch, heads=heads, groups=inputs.B.shape[2])
-        return self.method(of_shard, given, *others)
+def _of_shard(problem: Problem, given: Inputs | Residuals, *others: Any) -> Problem:
+    del others
+    inputs = given if isinstance(given, Inputs) else given.inputs
+    batch, _, heads, _ = inputs.x.shape
+    return dataclasses.replace(problem, batch=batch, heads=heads, groups=inputs.B.shape[2])
 
 
 def by_xla(method: Callable[..., Any], problem: Problem, given: Inputs | Residuals, *others: Any) -> Any:
@@ -120,5 +113,5 @@ def by_xla(method: Callable[..., Any], problem: Problem, given: Inputs | Residua
         operands, results = dims_of(_DIMENSIONS, (given, others)), of_results
     else:
         operands, results = [*dims_of(_DIMENSIONS, given), *of_results], dims_of(_DIMENSIONS, given.inputs)
-    call = Split(_Pass(method, problem), tuple(operands), tuple(results), "heads", "groups")
+    call = Split(method, problem, _of_shard, tuple(operands), tuple(results), "heads", "groups")
     return call(given, *others)
