@@ -17,18 +17,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fast_layers._version import __version__
+from fast_layers.arch import Arch, lowering_targets
 
 Dims = tuple[str | None, ...]
 """What the dimensions of an array are; None is never split."""
 
 _BATCH = "batch"
+_CUSTOM_CALLS = "mosaic_gpu_v2", "AllocateBuffer"
+"""In kernels' programs, whose versions JAX does not vouch for; here they are for this process alone."""
 
 
 def dims_of(dimensions: Mapping[str, Dims], named: Any) -> list[Dims]:
@@ -111,16 +114,17 @@ def _split(call: Split, tree: Any) -> Callable[..., list[jax.Array]]:
     Its name stands for all that the call is: where JAX leaves the address of `partition` out of what it knows programs
     by in its cache (`jax_remove_custom_partitioning_ptr_from_cache_key`), they would else be taken for one another.
     """
-
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(call.run(*jax.tree.unflatten(tree, arrays)))
+    run = _flat(call, tree)
 
     def partition(mesh: Any, operands: Sequence[Any], results: Sequence[Any]):
         shards = _Shards.of(call, mesh, operands)
 
         def on_shard(*arrays: jax.Array) -> list[jax.Array]:
             arrays = tuple(map(shards.own, arrays, call.operands))
-            return list(map(shards.together, _discharging(run)(*arrays), call.results, results))
+            kinds = tuple((x.shape, x.dtype) for x in arrays)
+            platform = Arch.of_device(shards.mesh.devices.flat[0]).platform
+            lowered = _lowered(call, tree, kinds, platform, (lowering_targets(), *_settings()))
+            return list(map(shards.together, lowered.call(*arrays), call.results, results))
 
         of_operands = tuple(shards.sharding(x.shape, dims) for x, dims in zip(operands, call.operands, strict=True))
         of_results = [shards.sharding(x.shape, dims) for x, dims in zip(results, call.results, strict=True)]
@@ -139,14 +143,29 @@ def _split(call: Split, tree: Any) -> Callable[..., list[jax.Array]]:
     return jax.jit(split)
 
 
-def _discharging(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` as an operation of JAX, which turns refs made inside into values when it is lowered.
+def _flat(call: Split, tree: Any) -> Callable[..., list[jax.Array]]:
+    """The call on the operands' leaves."""
+    return lambda *arrays: jax.tree.leaves(call.run(*jax.tree.unflatten(tree, arrays)))
 
-    In a shard's program JAX does not. Nothing is left to split there.
+
+def _settings() -> tuple[Any, ...]:
+    """Of JAX, on which depends what a program is."""
+    config = jax.config
+    return config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
+
+
+@functools.lru_cache(maxsize=4096)
+def _lowered(
+    call: Split, tree: Any, kinds: tuple[tuple[tuple[int, ...], Any], ...], platform: str, around: Any
+) -> export.Exported:
+    """A shard's program, lowered once for all layers of a model, as XLA asks for each of them.
+
+    `kinds`: shape and dtype of each operand; `around`: what else it depends on.
     """
-    whole = custom_partitioning(run)
-    whole.def_partition(None)
-    return whole
+    del around
+    checks = [export.DisabledSafetyCheck.custom_call(target) for target in _CUSTOM_CALLS]
+    lower = export.export(jax.jit(_flat(call, tree)), platforms=[platform], disabled_checks=checks)
+    return lower(*(jax.ShapeDtypeStruct(*kind) for kind in kinds))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -260,3 +260,18 @@ def test_the_name_stands_for_the_call(shards):
     assert len(set(names)) == 4
     jax.clear_caches()
     assert name_with(softcap=3.0) == names[-1]
+
+
+def test_equal_layers_are_lowered_once(shards):
+    """XLA asks for each layer's program by itself; to lower a kernel takes a second."""
+    x = jax.device_put(_normal(B, T, 8, H), NamedSharding(_mesh(), P("data")))
+
+    def model(x, softcap):
+        for _ in range(3):
+            x = x + attend("kernel", {"query": x, "key": x, "value": x}, softcap=softcap)[0]
+        return x
+
+    for softcap in (11.0, 12.0):
+        shards.clear()
+        jax.jit(model, static_argnums=1).lower(x, softcap).compile()
+        assert [p.softcap for p in shards if p.batch == B // 2] == [softcap]
