@@ -34,12 +34,6 @@ _CUSTOM_CALLS = "mosaic_gpu_v2", "AllocateBuffer"
 """In kernels' programs, whose versions JAX does not vouch for; here they are for this process alone."""
 
 
-def dims_of(dimensions: Mapping[str, Dims], named: Any) -> list[Dims]:
-    """Of each array of a tree, by its name: that of the field of a class."""
-    leaves = jax.tree_util.tree_leaves_with_path(named)
-    return [dimensions[path[-1].name][: x.ndim] for path, x in leaves]  # pyright: ignore[reportAttributeAccessIssue]
-
-
 @dataclasses.dataclass(frozen=True)
 class Split:
     """A call `method(problem, *operands)`, of whole arrays or of shards alike; equal calls are traced once.
@@ -59,14 +53,43 @@ class Split:
     heads: str
     shared: str
 
+    @classmethod
+    def of_pass(
+        cls,
+        dimensions: Mapping[str, Dims],
+        results: Sequence[str],
+        heads: str,
+        shared: str,
+        of_shard: Callable[..., Any],
+        method: Callable[..., Any],
+        problem: Any,
+        *operands: Any,
+    ) -> Split:
+        """Of an op's forward, `method(problem, inputs, aux)`, or of its backward, whose operands begin with the
+        inputs, alone or in its residuals, and end with the gradients of the `results`.
+
+        `dimensions` of the arrays by the names of their fields; gradients without one are in the order of `results`.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(operands)
+        of_results = [dimensions[name] for name in results]
+        unnamed = iter(of_results)
+        dims = []
+        for path, x in leaves:
+            name = getattr(path[-1], "name", None)
+            dims.append((next(unnamed) if name is None else dimensions[name])[: x.ndim])
+        if len(operands) == 2:
+            return cls(method, problem, of_shard, tuple(dims), tuple(of_results), heads, shared)
+        inputs = getattr(operands[0], "inputs", operands[0])
+        of_gradients = tuple(dims[: len(jax.tree.leaves(inputs))])
+        return cls(method, problem, of_shard, tuple(dims), of_gradients, heads, shared)
+
     def run(self, *operands: Any) -> Any:
         return self.method(self.of_shard(self.problem, *operands), *operands)
 
     def __call__(self, *operands: Any) -> Any:
         """What `run` gives. Under `jax.vmap` it is one call on a larger batch, if nothing is shared by all of it."""
         arrays, tree = jax.tree.flatten(operands)
-        out = jax.eval_shape(self.run, *operands)
-        shapes, out_tree = jax.tree.flatten(out)
+        shapes, out_tree = _results(self, tree, _kinds(arrays))
         whole = tuple(x.shape[0] for x, dims in zip(arrays, self.operands, strict=True) if dims[:1] == (_BATCH,))
         batch = max(whole, default=1)
 
@@ -80,12 +103,12 @@ class Split:
             def has_batch(x, dims):
                 return dims[:1] == (_BATCH,) and x.shape[0] == batch
 
-            shards = [
+            own_batch = [
                 has_batch(x[0] if batched else x, dims)
                 for x, dims, batched in zip(arrays, self.operands, in_batched, strict=True)
             ]
             sums = not all(has_batch(x, dims) for x, dims in zip(shapes, self.results, strict=True))
-            if sums or any(batched and not own for batched, own in zip(in_batched, shards, strict=True)):
+            if sums or any(batched and not own for batched, own in zip(in_batched, own_batch, strict=True)):
                 given = [x for x, batched in zip(arrays, in_batched, strict=True) if batched]
 
                 def one(some):
@@ -100,7 +123,7 @@ class Split:
                 x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
                 return x.reshape(axis_size * batch, *x.shape[2:])
 
-            folded = self(*jax.tree.unflatten(tree, map(fold, arrays, in_batched, shards)))
+            folded = self(*jax.tree.unflatten(tree, map(fold, arrays, in_batched, own_batch)))
             unfolded = [x.reshape(axis_size, batch, *x.shape[1:]) for x in jax.tree.leaves(folded)]
             return unfolded, [True] * len(unfolded)
 
@@ -121,9 +144,8 @@ def _split(call: Split, tree: Any) -> Callable[..., list[jax.Array]]:
 
         def on_shard(*arrays: jax.Array) -> list[jax.Array]:
             arrays = tuple(map(shards.own, arrays, call.operands))
-            kinds = tuple((x.shape, x.dtype) for x in arrays)
             platform = Arch.of_device(shards.mesh.devices.flat[0]).platform
-            lowered = _lowered(call, tree, kinds, platform, (lowering_targets(), *_settings()))
+            lowered = _lowered(call, tree, _kinds(arrays), platform, (lowering_targets(), *_settings()))
             return list(map(shards.together, lowered.call(*arrays), call.results, results))
 
         of_operands = tuple(shards.sharding(x.shape, dims) for x, dims in zip(operands, call.operands, strict=True))
@@ -132,7 +154,8 @@ def _split(call: Split, tree: Any) -> Callable[..., list[jax.Array]]:
 
     def split(*arrays: jax.Array) -> list[jax.Array]:
         parted = custom_partitioning(run)
-        rule, whole = _rule(call, len(arrays), [x.shape for x in (*arrays, *jax.eval_shape(run, *arrays))])
+        shapes = [x.shape for x in (*arrays, *_results(call, tree, _kinds(arrays))[0])]
+        rule, whole = _rule(call, len(arrays), shapes)
         # Layouts that no mesh axes have names for come, too: half an axis over key/value heads, half over their depth.
         parted.def_partition(partition, decode_shardings=False, sharding_rule=rule, need_replication_factors=whole)
         return parted(*arrays)
@@ -148,6 +171,21 @@ def _flat(call: Split, tree: Any) -> Callable[..., list[jax.Array]]:
     return lambda *arrays: jax.tree.leaves(call.run(*jax.tree.unflatten(tree, arrays)))
 
 
+_Kinds = tuple[tuple[tuple[int, ...], Any], ...]
+"""Shape and dtype of each array."""
+
+
+def _kinds(arrays: Sequence[Any]) -> _Kinds:
+    return tuple((x.shape, x.dtype) for x in arrays)
+
+
+@functools.lru_cache(maxsize=4096)
+def _results(call: Split, tree: Any, kinds: _Kinds) -> tuple[list[jax.ShapeDtypeStruct], Any]:
+    """What the call gives, as leaves, and their tree; traced once for all layers."""
+    operands = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
+    return jax.tree.flatten(jax.eval_shape(call.run, *operands))
+
+
 def _settings() -> tuple[Any, ...]:
     """Of JAX, on which depends what a program is."""
     config = jax.config
@@ -155,12 +193,10 @@ def _settings() -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _lowered(
-    call: Split, tree: Any, kinds: tuple[tuple[tuple[int, ...], Any], ...], platform: str, around: Any
-) -> export.Exported:
+def _lowered(call: Split, tree: Any, kinds: _Kinds, platform: str, around: Any) -> export.Exported:
     """A shard's program, lowered once for all layers of a model, as XLA asks for each of them.
 
-    `kinds`: shape and dtype of each operand; `around`: what else it depends on.
+    `around`: what else it depends on.
     """
     del around
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _CUSTOM_CALLS]

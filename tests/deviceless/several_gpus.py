@@ -1,6 +1,6 @@
 """Compiles an op's pass for a mesh of GPUs that are not here, all automatic: `python several_gpus.py GPU OP`.
 
-Prints as JSON how often each operation is there, and the shapes of each kernel's results.
+Prints as JSON the shapes of each kernel's results, and the lines of the program that gather.
 """
 
 from __future__ import annotations

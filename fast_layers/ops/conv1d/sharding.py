@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from fast_layers.kernel_parts.manual_axes import explicit_axes, explicit_names, lay_out, mesh_of, vary_alike
-from fast_layers.kernel_parts.split_by_xla import Split, dims_of
+from fast_layers.kernel_parts.split_by_xla import Split
 from fast_layers.ops.conv1d.problem import Aux, Inputs, Outputs, Problem
 
 _DIMENSIONS = {
@@ -48,16 +48,13 @@ def per_shard(convolve: Callable[[Inputs, Aux], Outputs], inputs: Inputs, aux: A
     batch, _, channels = (axes or None for axes in explicit_axes(inputs.x))
     # One row of ids is shared by all examples, so every shard has it whole.
     shared_ids = aux.reach is not None and aux.reach.shape[0] == 1
-    specs = {
-        "x": P(batch, None, channels),
-        "w": P(None, channels),
-        "b": P(channels),
-        "initial_state": P(batch, channels, None),
-        "reach": P(None if shared_ids else batch, None),
-    }
+    axes_of = {"batch": batch, "channels": channels, None: None}
+    specs = {name: P(*(axes_of[dim] for dim in dims)) for name, dims in _DIMENSIONS.items()}
+    if shared_ids:
+        specs["reach"] = P()
     operands = (inputs, aux)
     in_specs = jax.tree_util.tree_map_with_path(lambda path, _: specs[path[-1].name], operands)
-    out_specs = Outputs(specs["x"], specs["initial_state"])  # pyright: ignore[reportArgumentType]
+    out_specs = Outputs(specs["y"], specs["final_state"])  # pyright: ignore[reportArgumentType]
     split = jax.shard_map(
         lambda inputs, aux: convolve(*vary_alike((inputs, aux))),
         mesh=mesh,
@@ -75,13 +72,8 @@ def _of_shard(problem: Problem, inputs: Inputs, *others: Any) -> Problem:
     return dataclasses.replace(problem, batch=batch, channels=channels)
 
 
-def by_xla(method: Callable[..., Any], problem: Problem, inputs: Inputs, *others: Any) -> Any:
-    """`method(problem, inputs, *others)`, a kernel's forward or backward, each device's part of it by itself."""
-    operands = (inputs, *others)
-    forward = len(others) == 1
-    if forward:
-        results = [_DIMENSIONS["y"], *([_DIMENSIONS["final_state"]] if problem.final_state else [])]
-    else:
-        results = dims_of(_DIMENSIONS, inputs)
-    dims = tuple(dims_of(_DIMENSIONS, operands))
-    return Split(method, problem, _of_shard, dims, tuple(results), "channels", "channels")(*operands)
+def by_xla(method: Callable[..., Any], problem: Problem, *operands: Any) -> Any:
+    """`method(problem, *operands)`, a kernel's forward or backward, each device's part of it by itself."""
+    results = ("y", "final_state") if problem.final_state else ("y",)
+    facts = _DIMENSIONS, results, "channels", "channels", _of_shard
+    return Split.of_pass(*facts, method, problem, *operands)(*operands)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fast_layers.kernel_parts.manual_axes import explicit_axes, explicit_names, lay_out, mesh_of, vary_alike
-from fast_layers.kernel_parts.split_by_xla import Split, dims_of
+from fast_layers.kernel_parts.split_by_xla import Split
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, Scanned
 
 # What the dimensions of each operand are, by its field name; None is never sharded.
@@ -106,12 +106,7 @@ def _of_shard(problem: Problem, given: Inputs | Residuals, *others: Any) -> Prob
     return dataclasses.replace(problem, batch=batch, heads=heads, groups=inputs.B.shape[2])
 
 
-def by_xla(method: Callable[..., Any], problem: Problem, given: Inputs | Residuals, *others: Any) -> Any:
-    """`method(problem, given, *others)`, a kernel's forward or backward, each device's part of it by itself."""
-    of_results = [_DIMENSIONS["out"], _DIMENSIONS["final_state"]]
-    if isinstance(given, Inputs):
-        operands, results = dims_of(_DIMENSIONS, (given, others)), of_results
-    else:
-        operands, results = [*dims_of(_DIMENSIONS, given), *of_results], dims_of(_DIMENSIONS, given.inputs)
-    call = Split(method, problem, _of_shard, tuple(operands), tuple(results), "heads", "groups")
-    return call(given, *others)
+def by_xla(method: Callable[..., Any], problem: Problem, *operands: Any) -> Any:
+    """`method(problem, *operands)`, a kernel's forward or backward, each device's part of it by itself."""
+    facts = _DIMENSIONS, ("out", "final_state"), "heads", "groups", _of_shard
+    return Split.of_pass(*facts, method, problem, *operands)(*operands)
