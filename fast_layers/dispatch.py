@@ -36,16 +36,17 @@ class Backend:
 
     `supports(problem, arch, pass_)` returns None, or the reason why not. `fwd` and `bwd` have the op's own
     signatures. `automatic=False` is taken only by name; so is what `by_name_only(problem, arch, pass_)` gives a reason
-    for. `fwd_saving` gives (what `fwd` does, what more this backend's `bwd` has a use for). On the platforms in
-    `fallback_on` a kernel is what users expect, and strict mode makes taking this backend an error. JAX cannot
-    differentiate the passes of what `is_kernel`; who asks for that is told so. A kernel's
-    `split(fwd or bwd, problem, *args)` lets XLA spread a pass over several devices.
+    for. Where it `saves(problem)`, `fwd_saving` gives (what `fwd` does, what more this backend's `bwd` has a use for).
+    On the platforms in `fallback_on` a kernel is what users expect, and strict mode makes taking this backend an error.
+    JAX cannot differentiate the passes of what `is_kernel`; who asks for that is told so. A kernel's
+    `split(fwd, fwd_saving or bwd, problem, *args)` lets XLA spread a pass over several devices.
     """
 
     name: str
     supports: Callable[[Any, Arch, Pass], str | None]
     fwd: Callable[..., Any]
     bwd: Callable[..., Any]
+    saves: Callable[[Any], bool] = lambda problem: False
     fwd_saving: Callable[..., Any] | None = None
     automatic: bool = True
     by_name_only: Callable[[Any, Arch, Pass], str | None] = lambda problem, arch, pass_: None
@@ -114,7 +115,7 @@ class Plan:
         backend = self.forward[0].backend
         both = zip(self.forward, self.backward, strict=True)
         own = all((forward.backend is backend) == (backward.backend is backend) for forward, backward in both)
-        return own and backend is not None and backend.fwd_saving is not None and backend.split_here is None
+        return own and backend is not None and backend.saves(self.problem)
 
     def run(self, pass_: Pass, *args: Any) -> Any:
         """Call the chosen backend's `fwd` or `bwd` as `f(problem, *args)`."""

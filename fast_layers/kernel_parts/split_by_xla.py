@@ -52,6 +52,8 @@ class Split:
     results: tuple[Dims, ...]
     heads: str
     shared: str
+    largest: tuple[int, ...] = ()
+    """Results that are no sums: where several devices have one of `shared`, each finds the same, or no less than 0."""
 
     @classmethod
     def of_pass(
@@ -146,7 +148,8 @@ def _split(call: Split, tree: Any) -> Callable[..., list[jax.Array]]:
             arrays = tuple(map(shards.own, arrays, call.operands))
             platform = Arch.of_device(shards.mesh.devices.flat[0]).platform
             lowered = _lowered(call, tree, _kinds(arrays), platform, (lowering_targets(), *_settings()))
-            return list(map(shards.together, lowered.call(*arrays), call.results, results))
+            parts = enumerate(zip(lowered.call(*arrays), call.results, results, strict=True))
+            return [shards.together(*part, lax.pmax if i in call.largest else lax.psum) for i, part in parts]
 
         of_operands = tuple(shards.sharding(x.shape, dims) for x, dims in zip(operands, call.operands, strict=True))
         of_results = [shards.sharding(x.shape, dims) for x, dims in zip(results, call.results, strict=True)]
@@ -161,7 +164,8 @@ def _split(call: Split, tree: Any) -> Callable[..., list[jax.Array]]:
         return parted(*arrays)
 
     does = call.method
-    facts = __version__, does.__module__, does.__qualname__, call.problem, call.operands, call.results, tree
+    dims = call.operands, call.results, call.largest
+    facts = __version__, does.__module__, does.__qualname__, call.problem, dims, tree
     split.__name__ = f"{does.__name__}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
     return jax.jit(split)
 
@@ -240,17 +244,17 @@ class _Shards:
         at = self._whole_shared(dims)
         return x if at is None else lax.dynamic_slice_in_dim(x, self._own_shared, 1, at)
 
-    def together(self, x: jax.Array, dims: Dims, whole: Any) -> jax.Array:
-        """A result of this device, of which each may have a part, as XLA wants it."""
+    def together(self, x: jax.Array, dims: Dims, whole: Any, join: Callable[..., jax.Array]) -> jax.Array:
+        """A result of this device, of which each may have a part, as XLA wants it; `join` is psum or pmax."""
         split = {axis for name, n in zip(dims, whole.shape, strict=True) for axis in self._of(name, n)}
-        sums = tuple({axis: None for axes in self.axes.values() for axis in axes if axis not in split})
-        if not sums:
+        over = tuple({axis: None for axes in self.axes.values() for axis in axes if axis not in split})
+        if not over:
             return x
         exact, at = x.astype(jnp.promote_types(x.dtype, jnp.float32)), self._whole_shared(dims)
         if at is not None:
             zeros = jnp.zeros((*x.shape[:at], self.sizes[self.call.shared], *x.shape[at + 1 :]), exact.dtype)
             exact = lax.dynamic_update_slice_in_dim(zeros, exact, self._own_shared, at)
-        return lax.psum(exact, sums).astype(x.dtype)
+        return join(exact, over).astype(x.dtype)
 
     def _of(self, name: str | None, size: int) -> tuple[str, ...]:
         return () if name is None or size == 1 else self.axes.get(name, ())

@@ -39,6 +39,8 @@ def convolve(backend, x, w):
 OPS = {
     "attention": (attention, [((4, 512, 8, 128), ROWS), *[((4, 512, 4, 128), ROWS)] * 2]),
     "fewer_key_heads": (attention, [((4, 512, 8, 128), ROWS), *[((4, 512, 2, 128), P("data"))] * 2]),
+    "depth_64": (attention, [((4, 4096, 16, 64), ROWS), *[((4, 4096, 4, 64), ROWS)] * 2]),
+    "few_heads": (attention, [((4, 2048, 8, 64), ROWS)] * 3),
     "scan": (
         scan,
         [((4, 256, 8, 64), ROWS), ((4, 256, 8), ROWS), ((8,), P("model")), *[((4, 256, 1, 64), P("data"))] * 2],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import re
@@ -17,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 import fast_layers
 from fast_layers import dispatch
 from fast_layers.kernel_parts import automatic_axes
+from fast_layers.ops.attention import api, hopper_call, hopper_fwd_sizes, xla
+from fast_layers.testing.closeness import assert_trees_close
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 
@@ -178,6 +181,36 @@ def test_values_and_gradients(name, layout, shards):
     else:
         assert (of_first[0], of_first[2]) in of_shards
         assert "all-gather" not in step.as_text()  # of what devices share, the gradients are summed
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_the_forward_saves(layout, kv_heads, shards, monkeypatch):
+    """Sizes of keys and values, by key heads, which devices may share."""
+    seen = []
+
+    def saving(problem, inputs, aux):
+        return xla.forward(problem, inputs, aux), hopper_fwd_sizes.by_xla(inputs)
+
+    def backward(problem, residuals, *gradients):
+        seen.append(problem)
+        right = (residuals.sizes == hopper_fwd_sizes.by_xla(residuals.inputs)).all()
+        return jax.tree.map(lambda x: jnp.where(right, x, jnp.nan), xla.backward(problem, residuals, *gradients))
+
+    kernel = dataclasses.replace(api.BACKENDS[0], bwd=backward, saves=lambda _: True, fwd_saving=saving)
+    monkeypatch.setattr(hopper_call, "forward_saving", saving)
+    monkeypatch.setattr(api, "BACKENDS", (kernel, *api.BACKENDS[1:]))
+    shapes = {"query": (B, 128, 8, H), "key": (B, 256, kv_heads, H), "value": (B, 256, kv_heads, H)}
+    inputs = {name: _normal(*shape).astype(jnp.bfloat16) for name, shape in shapes.items()}
+
+    def out_and_gradients(backend):
+        return jax.jit(functools.partial(_step, lambda *args: attend(*args)[0], backend, {}))
+
+    step, whole = map(out_and_gradients, ("kernel", "xla"))
+    exact = whole(jax.tree.map(lambda x: x.astype(jnp.float32), inputs))
+    assert_trees_close(step(_placed(inputs, LAYOUTS[layout], _mesh())), exact, whole(inputs))
+    of_one = {"batch and heads": (B // 2, 2), "batch": (1, 8), "heads": (B, 1), "length": (B, 8)}[layout]
+    assert of_one in {(p.batch, p.heads) for p in seen}
 
 
 def test_a_layout_without_names(shards):

@@ -11,6 +11,7 @@ BACKENDS: tuple[Backend, ...] = (
         hopper_call.supports,
         hopper_call.forward,
         hopper_call.backward,
+        saves=hopper_call.saves,
         fwd_saving=hopper_call.forward_saving,
         is_kernel=True,
         split=sharding.by_xla,

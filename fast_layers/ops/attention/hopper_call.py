@@ -29,14 +29,21 @@ def forward(problem: Problem, inputs: Inputs, aux: Aux):
     return hopper_fwd.attend(problem, inputs, aux)
 
 
-def forward_saving(problem: Problem, inputs: Inputs, aux: Aux):
-    """((out, lse), the sizes of `Residuals`, or None where the backward has no use for them)."""
+def saves(problem: Problem) -> bool:
+    """Whether the forward finds the sizes of `Residuals` where the backward would have to."""
     from fast_layers.ops.attention import hopper_bwd_call, hopper_fwd
 
-    if hopper_fwd.measures(problem) and hopper_bwd_call.wants_sizes(problem):
+    return hopper_fwd.measures(problem) and hopper_bwd_call.wants_sizes(problem)
+
+
+def forward_saving(problem: Problem, inputs: Inputs, aux: Aux):
+    """((out, lse), the sizes of `Residuals`): also of a part that by itself does not save, of a call that does."""
+    from fast_layers.ops.attention import hopper_fwd, hopper_fwd_sizes
+
+    if hopper_fwd.measures(problem):
         out, lse, sizes = hopper_fwd.attend_measuring(problem, inputs, aux)
         return (out, lse), sizes
-    return hopper_fwd.attend(problem, inputs, aux), None
+    return hopper_fwd.attend(problem, inputs, aux), hopper_fwd_sizes.by_xla(inputs)
 
 
 def backward(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array) -> Inputs:

@@ -17,10 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fast_layers.kernel_parts.row_sizes import COLUMNS, ROWS, row_sizes
+from fast_layers.kernel_parts.row_sizes import COLUMNS, ROWS, row_sizes, sizes_of
 from fast_layers.ops.attention.config import HopperForwardTiles, known_before_the_call
 from fast_layers.ops.attention.forward_parts import Piece, Work
-from fast_layers.ops.attention.problem import Problem
+from fast_layers.ops.attention.problem import Inputs, Problem
 from fast_layers.ops.attention.tile_mask import TileMask
 
 _MOST_UNMASKED_KEYS = 2048
@@ -44,6 +44,13 @@ def takes(p: Problem, tiles: HopperForwardTiles) -> bool:
 def shape(p: Problem) -> tuple[int, int, int]:
     """By tiles of all keys: of keys, then of values."""
     return p.batch * p.kv_heads * (p.kv_len // ROWS), 2, ROWS
+
+
+def by_xla(inputs: Inputs) -> jax.Array:
+    """As `Residuals` has them."""
+    both = jnp.stack([sizes_of(x).swapaxes(1, 2) for x in (inputs.key, inputs.value)], -2)
+    tiles = both.reshape(*both.shape[:-1], -1, ROWS)
+    return tiles.swapaxes(2, 3)
 
 
 def by_head(p: Problem, sizes: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from fast_layers.kernel_parts.manual_axes import explicit_axes, lay_out, vary_alike
 from fast_layers.kernel_parts.split_by_xla import Split
+from fast_layers.ops.attention import hopper_call
 from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, Residuals
 
 # What the dimensions of each operand are, by its field name; None is never sharded.
@@ -38,6 +39,7 @@ _DIMENSIONS = {
     "head_index": ("heads",),
     "out": ("batch", None, "heads", None),
     "lse": ("batch", "heads", None),
+    "sizes": ("batch", "kv_heads", None, None, None),
 }
 
 
@@ -116,5 +118,10 @@ def _of_shard(problem: Problem, given: Inputs | Residuals, *others: Any) -> Prob
 
 def by_xla(method: Callable[..., Any], problem: Problem, *operands: Any) -> Any:
     """`method(problem, *operands)`, a kernel's forward or backward, each device's part of it by itself."""
-    facts = _DIMENSIONS, ("out", "lse"), "heads", "kv_heads", _of_shard
-    return Split.of_pass(*facts, method, problem, *operands)(*operands)
+    results: tuple[str, ...] = ("out", "lse")
+    largest: tuple[int, ...] = ()
+    if method is hopper_call.forward_saving:
+        results, largest = (*results, "sizes"), (len(results),)
+    facts = _DIMENSIONS, results, "heads", "kv_heads", _of_shard
+    split = Split.of_pass(*facts, method, problem, *operands)
+    return dataclasses.replace(split, largest=largest)(*operands)
