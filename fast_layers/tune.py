@@ -266,7 +266,10 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
         orders = [{**o, "keys_before_wait": keys} for o in orders for keys in before_wait]
         orders += [{"takes_turns": False, "first_maximum": False}]
         choices = itertools.product(warpgroups, (64, 128), (2, 3, 4), grids, orders)
-        made = (kind(wgs, keys, stages, *grid, **order) for wgs, keys, stages, grid, order in choices)
+        made = [kind(wgs, keys, stages, *grid, **order) for wgs, keys, stages, grid, order in choices]
+        if depth > 128:
+            by_values = [t for t in made if t.blocks and t.q_slots == t.cluster == 1 and not t.takes_turns]
+            made += [dataclasses.replace(t, out_by_values=True) for t in by_values]
     elif kind is HopperBackwardTiles:
         grids = 0, HOPPER_SMS
         leaves = {False, mask != "window" or depth in WIDEST_WINDOW_APART}

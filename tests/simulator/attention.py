@@ -39,6 +39,7 @@ from fast_layers.ops.attention import (
     hopper_d_query_parts,
     hopper_fwd,
     hopper_fwd_again,
+    hopper_fwd_out,
 )
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import ParityTable, Simulation, check_parity, simulate
@@ -218,7 +219,7 @@ def _whole(ref: Any) -> Any:
 
 
 SHARED_PARTS = {
-    hopper_fwd: (forward_parts, hopper_fwd_again),
+    hopper_fwd: (forward_parts, hopper_fwd_again, hopper_fwd_out),
     hopper_bwd: (hopper_bwd_d_query, hopper_bwd_in_order, hopper_bwd_load, hopper_bwd_send, hopper_bwd_steps),
     hopper_bwd_apart: (hopper_d_query_parts,),
     hopper_bwd_beside: (hopper_d_query_parts,),

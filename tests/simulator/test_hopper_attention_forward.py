@@ -48,7 +48,34 @@ PERSISTENT = {
 }
 
 
-PERSISTENT_EACH_RUN = {"full, one slot for queries", "causal, the last keys first", "documents, padding of NaN"}
+BY_VALUES = {"takes_turns": False, "out_by_values": True}
+PERSISTENT |= {
+    "out by values": (
+        Case(batch=1, q_len=300, kv_len=200, heads=3, kv_heads=3, qk_dim=256, v_dim=256),
+        BY_VALUES | {"keys_before_wait": 64},
+    ),
+    "out by values, a tile of keys": (Case(batch=1, q_len=256, kv_len=64, heads=3, kv_heads=3), BY_VALUES),
+    "out by values, a block a piece": (square(200, heads=1, kv_heads=1), BY_VALUES | {"blocks": 9}),
+    "out by values, queries in registers": (
+        Case(batch=1, q_len=256, kv_len=256, heads=3, kv_heads=3, qk_dim=128, v_dim=128),
+        BY_VALUES | {"held_columns": 64},
+    ),
+    "out by values, causal": (square(384, heads=2, kv_heads=2, is_causal=True), BY_VALUES | {"own_spans": True}),
+    "out by values, padding of NaN": (
+        square(384, batch=2, heads=1, kv_heads=1, documents=(200, 100), poisoned_padding=True),
+        BY_VALUES,
+    ),
+}
+
+
+PERSISTENT_EACH_RUN = {
+    "full, one slot for queries",
+    "causal, the last keys first",
+    "documents, padding of NaN",
+    "out by values, queries in registers",
+    "out by values, causal",
+    "out by values, padding of NaN",
+}
 
 
 @pytest.mark.parametrize("name", some_each_run(PERSISTENT, PERSISTENT_EACH_RUN))
@@ -157,8 +184,9 @@ RANGE = {
     "documents": ({}, {"segment_ids": np.repeat([3, 4, 5], [100, 120, 40])[None]}, _PERSISTENT),
     "lengths": ({}, {"key_value_seq_lengths": np.array([200])}, _PERSISTENT),
     "queries in registers": ({"length": 256, "depth": 128}, {}, dataclasses.replace(_ALONE, held_columns=64)),
+    "out by values": ({}, {"is_causal": True}, dataclasses.replace(_ALONE, own_spans=True, out_by_values=True)),
 }
-RANGE_EACH_RUN = {"full", "cluster", "the last keys first", "documents"}
+RANGE_EACH_RUN = {"full", "cluster", "the last keys first", "documents", "out by values"}
 
 
 def shifted(shift: float, length: int = 260, heads: int = 1, depth: int = 64):
@@ -301,11 +329,20 @@ HELD_CASE = dataclasses.replace(FORWARD_CASE, q_len=256, kv_len=256, qk_dim=128)
 HELD = HopperForwardTiles(2, 64, blocks=1, takes_turns=False, held_columns=64)
 
 
+OUT_BY_VALUES = HopperForwardTiles(2, 64, blocks=1, takes_turns=False, out_by_values=True)
+HELD_BY_VALUES = dataclasses.replace(OUT_BY_VALUES, held_columns=64)
+
+
 # In the text of a causal mask's compute warpgroups, the last wait for keys stands where tiles are passed over.
 FORM_FAULTS = {
     "out's product not awaited": (FORWARD_CASE, StandIn("wgmma_wait"), RESCALED, "accumulator"),
     "queries held before they came": (HELD_CASE, HeldTooSoon(), HELD, "read of SMEM"),
     "held queries overwritten": (HELD_CASE, StandIn("barrier_wait q_consumed"), HELD, "write of SMEM"),
+    "out sent before it is there": (FORWARD_CASE, StandIn("barrier_wait out_ready"), OUT_BY_VALUES, "read of SMEM"),
+    "out over values in use": (FORWARD_CASE, StandIn("barrier_wait values_left"), OUT_BY_VALUES, "write of SMEM"),
+    "values over out": (FORWARD_CASE, StandIn("read wait_smem_to_gmem"), OUT_BY_VALUES, "write of SMEM"),
+    "queries over those in use": (FORWARD_CASE, StandIn("barrier_wait q_consumed"), OUT_BY_VALUES, "write of SMEM"),
+    "held queries' read not committed": (HELD_CASE, StandIn("commit_smem"), HELD_BY_VALUES, "write of SMEM"),
     "a cluster's blocks free their own slots only": (
         Case(batch=1, q_len=256, kv_len=400, heads=2, kv_heads=1),
         Slip(alone=True),
@@ -340,7 +377,12 @@ def test_planted_fault_of_the_forward_is_found(fault):
     found(hopper_fwd, fault, FORWARD_FAULTS)
 
 
-FORM_EACH_RUN = {"a cluster's blocks free their own slots only", "queries held before they came"}
+FORM_EACH_RUN = {
+    "a cluster's blocks free their own slots only",
+    "queries held before they came",
+    "out over values in use",
+    "values over out",
+}
 
 
 @pytest.mark.parametrize("fault", some_each_run(FORM_FAULTS, FORM_EACH_RUN))

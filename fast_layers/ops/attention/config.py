@@ -178,6 +178,12 @@ def _keys_seen(problem: Problem, queries: int) -> int:
     return min(keys, band.high - band.low + queries)
 
 
+def _out_by_values_pays(problem: Problem) -> bool:
+    """Of a forward deeper than 128, as measured: with `first_maximum`, whose steps are short."""
+    p = problem
+    return p.dtype == jnp.bfloat16 and p.softcap is None and p.qk_dim == p.v_dim
+
+
 def window_tiles(problem: Problem) -> tuple[int, int] | None:
     """By tiles of 128: how many queries see a tile of keys of a static window, and how many of them stand before it."""
     band = problem.mask.band
@@ -277,7 +283,7 @@ class HopperForwardTiles:
     with `first_maximum` weights are relative to the maximum of a row's first tile of keys, in bfloat16 alone, whose
     range is float32's, and with nothing given for each score, which might hide a row's first keys by large numbers;
     with it the exponentials of `keys_before_wait` of a tile stay before the wait for out's product, behind which ptxas
-    might move them.
+    might move them; with `out_by_values`, at one depth, out leaves by the slots of values instead of Q's.
     """
 
     compute_wgs: int
@@ -293,6 +299,7 @@ class HopperForwardTiles:
     held_columns: int = 0
     first_maximum: bool = True
     keys_before_wait: int = 0
+    out_by_values: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
@@ -315,6 +322,12 @@ class HopperForwardTiles:
             raise ValueError(f"{self.keys_before_wait=}: without first_maximum a tile is weighed in one piece")
         if self.keys_before_wait % 8 or not 0 <= self.keys_before_wait <= self.kv_tile:
             raise ValueError(f"{self.keys_before_wait=} must be a multiple of 8, {self.kv_tile} at most")
+        alone = self.splits == self.cluster == self.q_slots == 1
+        if self.out_by_values and not (alone and self.blocks and self.compute_wgs <= self.stages):
+            raise ValueError(
+                f"{self.out_by_values=}: in a persistent grid, with a slot for queries, one for the values of each "
+                "warpgroup, and neither parts of the keys nor a cluster"
+            )
         if self.cluster not in (1, 2) or (self.cluster == 2 and (self.splits > 1 or self.own_spans or self.blocks % 2)):
             raise ValueError(f"{self.cluster=} must be 1 or 2, and 1 with splits, own spans or an odd number of blocks")
 
@@ -330,14 +343,15 @@ class HopperForwardTiles:
 
     @property
     def load_registers(self) -> int:
-        two = 72 if self._leaves_registers else 40 if self.held_columns else 56
+        two = 72 if self._leaves_registers else 40 if self.held_columns or self.out_by_values else 56
         return {1: 208, 2: two, 3: 32}[self.compute_wgs]
 
     @property
     def _leaves_registers(self) -> bool:
         """To the load warpgroup, whose second pass would else spill some: as chosen for keys deeper than 128 and values
         up to 128."""
-        return self.compute_wgs == 2 and self.own_spans and self.last_keys_first and self.blocks > 0
+        persistent = self.blocks > 0 and not self.out_by_values
+        return self.compute_wgs == 2 and self.own_spans and self.last_keys_first and persistent
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, and of a float32 one where keys are split; the last 2.5 KiB for barriers and row vectors."""
@@ -363,15 +377,17 @@ class HopperForwardTiles:
         p = problem
         if p.q_len <= 64:
             return cls._of_few_rows(p)
-        if measured is None or (measured.last_keys_first and not measured.one_ragged_tile(p)):
-            measured = cls._of_many_rows(p)  # what was measured is the fastest in that order alone
+        another_order = measured is not None and measured.last_keys_first and not measured.one_ragged_tile(p)
+        another_way_out = measured is not None and measured.out_by_values and not _out_by_values_pays(p)
+        if measured is None or another_order or another_way_out:
+            measured = cls._of_many_rows(p)  # what was measured is the fastest in that order and way alone
         tiles = measured.for_mask(p)
         if tiles.smem_bytes(p.qk_dim, p.v_dim) > HOPPER_SMEM_BYTES:
             # Depths differ, so that the output has no room in the slot for queries.
             tiles = cls(1, 64, takes_turns=False)
         pieces = p.batch * p.heads * -(-p.q_len // tiles.q_tile)
         if pieces > MOST_DEALT_PIECES:
-            return dataclasses.replace(tiles, blocks=0)
+            return dataclasses.replace(tiles, blocks=0, out_by_values=False)
         if pieces >= HOPPER_SMS:
             return tiles
         # Three warpgroups' share of the registers has no room for the part's bounds.
@@ -408,6 +424,7 @@ class HopperForwardTiles:
             keys_before_wait=self.keys_before_wait if first_maximum else 0,
             cluster=1 if alone else self.cluster,
             takes_turns=self.takes_turns or alone,
+            out_by_values=self.out_by_values and p.qk_dim == p.v_dim,
         )
 
     @classmethod
@@ -469,6 +486,10 @@ class HopperForwardTiles:
         if p.v_dim <= 128 and tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES:
             return tiles
         tiles = dataclasses.replace(tiles, kv_tile=64, own_spans=known)
+        longer = known and not windowed and longest > 512
+        if _out_by_values_pays(p) and (sees_all(p) or (p.v_dim > 192 and (longer or in_the_call))):
+            before_wait = 64 if p.v_dim > 192 else 0
+            return dataclasses.replace(tiles, blocks=HOPPER_SMS, keys_before_wait=before_wait, out_by_values=True)
         gains = longest > 1024 and not 128 < p.v_dim <= 192 and tiles.one_ragged_tile(p)
         # Blocks that are not persistent gain by it, at depth 256 alone: 10 %.
         blocks = 0 if gains and p.v_dim > 192 else blocks

@@ -22,6 +22,9 @@ For a backward that needs them, the load warpgroup also finds the sizes of keys 
 
 `held_columns` of Q are read once, into registers, so that scores(j) reads fewer bytes of shared memory.
 
+With `out_by_values` out leaves by the slots of values, and the next Q comes under a piece's last product
+(`hopper_fwd_out.py`).
+
 With `first_maximum` a row's weights are relative to the maximum of its first tile of keys; no later one is asked for.
 
 Where keys may be hidden, and with `first_maximum`, all roles end with a verdict (`judged`): if results are no finite
@@ -47,7 +50,7 @@ from fast_layers.kernel_parts.first_maximum_softmax import FirstMaximumSoftmax, 
 from fast_layers.kernel_parts.lane_softmax import LaneSoftmax
 from fast_layers.kernel_parts.online_softmax import OnlineSoftmax
 from fast_layers.kernel_parts.smem_tile import smem_tile
-from fast_layers.ops.attention import forward_parts, hopper_fwd_sizes, tuned
+from fast_layers.ops.attention import forward_parts, hopper_fwd_out, hopper_fwd_sizes, tuned
 from fast_layers.ops.attention.config import HopperForwardTiles, dealt_in_the_call, packs_heads, sees_all
 from fast_layers.ops.attention.forward_parts import Operands, Piece, Work, join_sink, load, see_nothing
 from fast_layers.ops.attention.hopper_call import ROWS
@@ -107,6 +110,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
     wgs, ring, kv_tile = tiles.compute_wgs, tiles.stages, tiles.kv_tile
     rounds = _LEAST_ROUNDS if dealt_in_the_call(p) and not p.mask.lengths_only else 0
     backwards, held, split = tiles.last_keys_first, tiles.held_columns, tiles.keys_before_wait
+    by_values = tiles.out_by_values
     work = Work(p, tiles, ROWS, qk_dim, v_dim, tiles.cluster, rounds, backwards)
     # Who between them visit all tiles of keys that a block loads, or all of its rows.
     lookers = wgs if tiles.own_spans or tiles.first_maximum else 1
@@ -138,18 +142,28 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         def _load():
             plgpu.set_max_registers(tiles.load_registers, action="decrease")
             measure = Measure(work, mask, sizes_ref) if measures else None
-            role = functools.partial(load, work, mask, inputs, s, measure=measure)
-            turn, steps, *in_slots = each_piece(role, state=() if measure is None else measure.nothing)
-            if measure is not None:
-                measure.rest(s, steps, tuple(in_slots))
+            role, state = functools.partial(load, work, mask, inputs, s, measure=measure), ()
+            if by_values:
+                role, state = functools.partial(hopper_fwd_out.load, work, inputs, s, out_ref), hopper_fwd_out.nothing()
+            elif measure is not None:
+                state = measure.nothing
+            turn, steps, *state = each_piece(role, state=state)
+            if by_values:
+                hopper_fwd_out.send(work, s, out_ref, *state)
+            elif measure is not None:
+                measure.rest(s, steps, tuple(state))
             if judges(mask):
 
                 def load_all_again(zero, _):
+                    if by_values:
+                        plgpu.wait_smem_to_gmem(0)  # before the second pass stores out anew
                     each_piece(functools.partial(load_again, work, mask, inputs, s), turn=turn, steps=zero)
 
                 if_broken(load_all_again)
             if tiles.cluster > 1:
                 drain(s, steps)
+            if by_values:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(warpgroup < wgs)
         def _compute():
@@ -264,14 +278,23 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         normaliser, lse = state.finish()
         if p.dropout_rate:
             normaliser = normaliser * logits.survived
-        out_slot = query if s.out_slots is None else s.out_slots.at[warpgroup]
+        sends = not by_values or again is not None  # by itself, and not the load warpgroup
+        if not sends:
+            pass_over(end, block_span.tiles)
+            out_slot = hopper_fwd_out.slot(work, s, warpgroup)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the lse of the piece before
+        else:
+            out_slot = query if s.out_slots is None else s.out_slots.at[warpgroup]
         lse_slot = s.row_slots.at[warpgroup]
         out_slot[...] = (out * by_row(normaliser, v_dim)).astype(work.out_dtype)
         lse_slot[...] = lse
         plgpu.commit_smem()
-        stored = out_slot.at[pl.ds(0, work.stored_rows)] if work.stored_rows < ROWS else out_slot
-        to = out_ref.at[out_index, pl.ds(q_start, work.stored_rows), head, pl.ds(0, v_dim)]
-        plgpu.copy_smem_to_gmem(stored, to)
+        if sends:
+            stored = out_slot.at[pl.ds(0, work.stored_rows)] if work.stored_rows < ROWS else out_slot
+            to = out_ref.at[out_index, pl.ds(q_start, work.stored_rows), head, pl.ds(0, v_dim)]
+            plgpu.copy_smem_to_gmem(stored, to)
+        else:
+            plgpu.barrier_arrive(s.out_ready)
         plgpu.copy_smem_to_gmem(lse_slot, lse_ref.at[out_index, head, pl.ds(q_start, ROWS)])
         if again is None and judges(mask):
 
@@ -286,9 +309,10 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 slot = s.row_slots.at[wgs + warpgroup]
                 slot[...] = jnp.maximum(plgpu.load(slot, layout=BY_ROW), found)
 
-        pass_over(end, block_span.tiles)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(s.q_consumed.at[q_slot])
+        if sends:
+            pass_over(end, block_span.tiles)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(s.q_consumed.at[q_slot])
 
     def over_keys_once(
         mask: TileMask,
@@ -342,6 +366,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             pl.when(i < end)(lambda: plgpu.barrier_wait(s.k_ready.at[slot_of(i)]))
 
         held_query = plgpu.load(query.at[:, :held], layout=WGMMA, optimized=False) if held else None
+        if held and by_values:
+            plgpu.commit_smem()  # read, before the next queries come
 
         def multiply_keys(acc, slot):
             key = s.k_slots.at[slot]
@@ -396,6 +422,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             return state, next_weights
 
         state, weights = lax.fori_loop(begin + 1, end, step, (state, weights))
+        if by_values:
+            plgpu.barrier_arrive(s.q_consumed.at[warpgroup])
         slot = slot_of(end - 1)
         plgpu.barrier_wait(s.v_ready.at[slot])
         wait_turn()
@@ -437,6 +465,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "looked": plgpu.Barrier(num_arrivals=wgs),
         "judged": plgpu.Barrier(),
         "turn": plgpu.Barrier(num_barriers=wgs),
+        "values_left": plgpu.Barrier(num_arrivals=wgs),
+        "out_ready": plgpu.Barrier(num_arrivals=wgs),
     }
     schedule = []
     if work.is_persistent and operands.mask is not None and dealt_in_the_call(p):
@@ -480,3 +510,5 @@ class _Scratch(NamedTuple):
     looked: Any
     judged: Any
     turn: Any
+    values_left: Any
+    out_ready: Any

@@ -44,6 +44,7 @@ CAUSAL = {"is_causal": True}
         (2, {}),
         (2, {"blocks": 132, "takes_turns": False, "own_spans": True, "last_keys_first": True}),
         (2, {"held_columns": 64}),
+        (2, {"blocks": 132, "takes_turns": False, "out_by_values": True}),
         (2, {"held_columns": 128, "blocks": 132, "takes_turns": False, "own_spans": True, "last_keys_first": True}),
         (3, {}),
     ],
@@ -85,6 +86,10 @@ def test_warpgroups_of_the_deep_backward_ask_for_no_more_either():
         (lambda: HopperForwardTiles(2, 128, keys_before_wait=12), "keys_before_wait"),
         (lambda: HopperForwardTiles(2, 128, keys_before_wait=16, first_maximum=False), "first_maximum"),
         (lambda: HopperForwardTiles(2, 64, keys_before_wait=128), "keys_before_wait"),
+        (lambda: HopperForwardTiles(2, 64, out_by_values=True), "out_by_values"),
+        (lambda: HopperForwardTiles(2, 64, q_slots=2, blocks=132, out_by_values=True), "out_by_values"),
+        (lambda: HopperForwardTiles(2, 64, blocks=132, cluster=2, out_by_values=True), "out_by_values"),
+        (lambda: HopperForwardTiles(3, 64, blocks=132, out_by_values=True), "out_by_values"),
         (lambda: HopperBackwardTiles(96), "q_tile"),
         (lambda: HopperBackwardTiles(64, stages=0), "stages"),
         (lambda: HopperBackwardTiles(64, blocks=-1), "blocks"),
@@ -360,11 +365,7 @@ def test_deep_causal_tiles_of_64_keys_have_spans_of_their_own(depths, kv_tile):
 @pytest.mark.parametrize(
     ("q_len", "kv_len", "depths", "options", "held"),
     [
-        (1024, 1024, (256, 256), {}, 64),
-        (1023, 1023, (256, 256), {}, 0),
-        (512, 1024, (256, 256), {}, 64),
-        (2048, 2000, (256, 256), {}, 0),  # keys are hidden in the last tile
-        (2000, 2048, (256, 256), {}, 64),
+        (1024, 1024, (256, 256), {}, 0),  # out leaves by the slots of values
         (2048, 2048, (256, 256), CAUSAL, 0),
         (2048, 2048, (256, 256), {"softcap": 30.0}, 0),
         (2048, 2048, (240, 240), {}, 0),
@@ -372,6 +373,10 @@ def test_deep_causal_tiles_of_64_keys_have_spans_of_their_own(depths, kv_tile):
         (2048, 2048, (192, 128), {}, 128),
         (2048, 2048, (192, 128), CAUSAL, 128),
         (1024, 1024, (192, 128), {}, 128),
+        (2048, 2000, (192, 128), {}, 0),  # keys are hidden in the last tile
+        (2000, 2048, (192, 128), {}, 128),
+        (512, 1024, (192, 128), {}, 128),
+        (1023, 1023, (192, 128), {}, 0),
         (
             1024,
             1024,
@@ -386,7 +391,7 @@ def test_deep_causal_tiles_of_64_keys_have_spans_of_their_own(depths, kv_tile):
         (2048, 2048, (192, 128), CAUSAL | {"segment_ids": np.zeros((8, 2048), np.int32)}, 0),
         (2048, 2048, (192, 128), CAUSAL | {"softcap": 30.0}, 0),
         (2048, 2048, (256, 128), CAUSAL, 128),
-        (2048, 2048, (192, 192), {}, 128),
+        (2048, 2048, (192, 192), {}, 0),
         (2048, 2048, (192, 192), CAUSAL, 0),
     ],
     ids=str,
@@ -402,6 +407,44 @@ def test_long_rows_deeper_than_128_hold_queries_in_registers(q_len, kv_len, dept
     shapes = (q_len, depths[0]), (kv_len, depths[0]), (kv_len, depths[1])
     jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, length, 16, depth), jnp.bfloat16) for length, depth in shapes))
     assert chosen == [held, held]
+
+
+IDS = np.repeat(np.arange(8), 256)[None].repeat(8, 0).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("length", "depths", "dtype", "options", "by_values"),
+    [
+        (512, (256, 256), jnp.bfloat16, {}, True),
+        (2047, (256, 256), jnp.bfloat16, {}, True),
+        (2048, (192, 192), jnp.bfloat16, {}, True),
+        (2048, (250, 250), jnp.bfloat16, {}, True),
+        (2048, (256, 256), jnp.float16, {}, False),  # whose steps find maxima
+        (2048, (256, 256), jnp.bfloat16, {"softcap": 30.0}, False),
+        (2048, (256, 128), jnp.bfloat16, {}, False),
+        (2048, (128, 128), jnp.bfloat16, {}, False),
+        (512, (256, 256), jnp.bfloat16, CAUSAL, False),
+        (1024, (256, 256), jnp.bfloat16, CAUSAL, True),
+        (2048, (256, 256), jnp.bfloat16, CAUSAL | {"q_offset": 100}, True),
+        (2048, (192, 192), jnp.bfloat16, CAUSAL, False),
+        (2048, (256, 256), jnp.bfloat16, CAUSAL | {"local_window_size": (512, 0)}, False),
+        (2048, (256, 256), jnp.bfloat16, {"key_value_seq_lengths": np.full(8, 2000, np.int32)}, False),
+        (2048, (256, 256), jnp.bfloat16, {"segment_ids": IDS}, True),
+        (2048, (256, 256), jnp.bfloat16, CAUSAL | {"segment_ids": IDS}, True),
+        (2048, (256, 256), jnp.bfloat16, {"bias": np.zeros((1, 1, 2048, 2048), np.float32)}, False),
+    ],
+    ids=str,
+)
+def test_out_leaves_by_the_slots_of_values_where_that_is_faster(length, depths, dtype, options, by_values):
+    def choose(query, key, value):
+        inputs, aux, given, _ = api._prepare(query, key, value, **options)
+        problem = given.problem(inputs, aux)
+        chosen.append(HopperForwardTiles.of(problem, tuned.find(problem, "forward")).out_by_values)
+        chosen.append(HopperForwardTiles.of(problem).out_by_values)
+
+    chosen: list[bool] = []
+    jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, length, 16, depths[i]), dtype) for i in (0, 0, 1)))
+    assert chosen == [by_values, by_values]
 
 
 @pytest.mark.parametrize(

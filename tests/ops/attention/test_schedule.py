@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from typing import Any, cast
 
@@ -113,6 +114,9 @@ def test_too_many_pieces_are_left_to_the_hardware(batch, blocks):
     problem = _problem(batch, 16, 512, 512, BANDS["causal"])
     assert HopperForwardTiles.of(problem).blocks == blocks
     assert HopperForwardTiles.of(problem, HopperForwardTiles(2, 128, blocks=5)).blocks == min(blocks, 5)
+    deep = dataclasses.replace(problem, qk_dim=256, v_dim=256, mask=MaskFacts(None))
+    tiles = HopperForwardTiles.of(deep)
+    assert (tiles.blocks, tiles.out_by_values) == (blocks, blocks > 0)
 
 
 @pytest.mark.parametrize("examples", [1, 3])
