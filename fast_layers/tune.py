@@ -30,15 +30,14 @@ import jax.numpy as jnp
 from fast_layers.arch import lowering_targets
 from fast_layers.dispatch import PASSES, Backend
 from fast_layers.ops.attention import api, tuned
-from fast_layers.ops.attention.config import (
-    HOPPER_SMEM_BYTES,
-    HOPPER_SMS,
+from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS
+from fast_layers.ops.attention.hopper_bwd_config import (
     WHOLE_HEADS_DEPTH,
     WIDEST_WINDOW_APART,
     HopperBackwardTiles,
     HopperDeepBackwardTiles,
-    HopperForwardTiles,
 )
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.kernel_call import MAX_DEPTH
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import parity

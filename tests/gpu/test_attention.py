@@ -21,8 +21,8 @@ from fast_layers.dispatch import PASSES
 from fast_layers.kernel_parts.row_sizes import sizes_of
 from fast_layers.ops.attention import api, hopper_call
 from fast_layers.ops.attention.backends import BACKENDS
-from fast_layers.ops.attention.config import HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_beside import Sequence
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
 from fast_layers.testing import check_parity
 from fast_layers.testing.closeness import assert_bitwise_equal, assert_close, judge
 from fast_layers.testing.parity import CASES, Case

@@ -21,12 +21,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fast_layers.arch import Arch
 from fast_layers.dispatch import Backend
 from fast_layers.ops.attention import (
-    config,
     forward_parts,
     hopper_bias_grad,
     hopper_bwd,
     hopper_bwd_apart,
     hopper_bwd_beside,
+    hopper_bwd_config,
     hopper_bwd_d_query,
     hopper_bwd_deep,
     hopper_bwd_deep_query,
@@ -277,7 +277,7 @@ def _judge_changed(
 ) -> Judged:
     pass_ = "forward" if module is hopper_fwd else "backward"
     rows_by_xla = (hopper_bwd_rows, "takes", lambda *_: False)  # test_hopper_attention_rows.py has their kernel
-    together = (config, "LONGEST_D_QUERY_APART", {})
+    together = (hopper_bwd_config, "LONGEST_D_QUERY_APART", {})
     with changed(module, stand_in, _FORWARD_TILES, rows_by_xla, together, *patches):
         return judge(case, supports=only(pass_), timeout=20.0, sums_in_order=sums_in_order)
 

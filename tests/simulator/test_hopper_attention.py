@@ -15,7 +15,7 @@ from selection import some_each_run
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.ops.attention import api, hopper_bwd, hopper_call, reference, tile_mask, xla
-from fast_layers.ops.attention.config import HopperForwardTiles
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.problem import Residuals
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case

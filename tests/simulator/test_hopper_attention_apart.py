@@ -21,7 +21,7 @@ from fast_layers.ops.attention import (
     hopper_call,
     reference,
 )
-from fast_layers.ops.attention.config import HopperBackwardTiles, HopperDeepBackwardTiles
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles, HopperDeepBackwardTiles
 from fast_layers.ops.attention.problem import Residuals, finite_or_zero
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case

@@ -14,7 +14,7 @@ from selection import some_each_run
 
 import fast_layers
 from fast_layers.ops.attention import api, hopper_bwd, hopper_bwd_pieces, hopper_call
-from fast_layers.ops.attention.config import HopperBackwardTiles
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
 from fast_layers.ops.attention.problem import Residuals
 from fast_layers.testing.parity import Case
 from simulator.attention import (

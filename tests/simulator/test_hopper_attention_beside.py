@@ -13,7 +13,7 @@ from selection import some_each_run
 
 import fast_layers
 from fast_layers.ops.attention import api, hopper_bwd_beside, hopper_call, reference
-from fast_layers.ops.attention.config import HopperBackwardTiles
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
 from fast_layers.ops.attention.problem import Residuals, finite_or_zero
 from fast_layers.testing import simulate
 from fast_layers.testing.closeness import assert_close

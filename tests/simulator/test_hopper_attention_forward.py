@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from selection import some_each_run
 
 from fast_layers.ops.attention import api, hopper_call, hopper_fwd, hopper_fwd_again, reference
-from fast_layers.ops.attention.config import HopperForwardTiles
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
 from simulator.attention import StandIn, draw, forward_tiles, found, judge, nothing_found, only, patched, square

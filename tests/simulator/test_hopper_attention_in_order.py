@@ -12,7 +12,7 @@ import pytest
 from selection import some_each_run
 
 from fast_layers.ops.attention import api, hopper_bwd, hopper_call, reference
-from fast_layers.ops.attention.config import HopperBackwardTiles
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
 from fast_layers.ops.attention.problem import Residuals
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case

@@ -9,7 +9,7 @@ from selection import some_each_run
 
 import fast_layers
 from fast_layers.ops.attention import hopper_bwd_parts, hopper_bwd_pieces
-from fast_layers.ops.attention.config import HopperBackwardTiles
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
 from fast_layers.testing.parity import Case
 from simulator.attention import StandIn, backward_tiles, judge, only, patched
 from simulator.found import tells

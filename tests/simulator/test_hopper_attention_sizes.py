@@ -13,7 +13,8 @@ from selection import some_each_run
 
 from fast_layers.kernel_parts.row_sizes import sizes_of
 from fast_layers.ops.attention import api, hopper_bwd_rows, hopper_call, hopper_fwd, hopper_fwd_sizes
-from fast_layers.ops.attention.config import HopperBackwardTiles, HopperForwardTiles
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.problem import Residuals
 from fast_layers.testing import simulate
 from simulator.attention import StandIn, backward_tiles, forward_tiles, patched

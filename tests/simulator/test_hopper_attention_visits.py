@@ -13,7 +13,7 @@ import pytest
 from selection import some_each_run
 
 from fast_layers.ops.attention import api, hopper_bwd_scores, hopper_bwd_visits, hopper_call, reference
-from fast_layers.ops.attention.config import HopperBackwardTiles
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
 from fast_layers.ops.attention.hopper_grad_parts import KeyRows
 from fast_layers.ops.attention.problem import Residuals
 from fast_layers.ops.attention.tile_mask import TileMask

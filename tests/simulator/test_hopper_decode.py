@@ -12,7 +12,8 @@ from selection import some_each_run
 
 from fast_layers import masks as M
 from fast_layers.ops.attention import api, hopper_fwd, packed_heads, reference, split_kv
-from fast_layers.ops.attention.config import HopperForwardTiles, packs_heads
+from fast_layers.ops.attention.config import packs_heads
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.testing import simulate
 from simulator.attention import StandIn, changed
 from simulator.found import tells

@@ -17,7 +17,7 @@ import fast_layers
 from fast_layers.arch import Arch
 from fast_layers.dispatch import PASSES, Backend
 from fast_layers.ops.attention import api, xla
-from fast_layers.ops.attention.config import HopperForwardTiles
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.mlp import xla as mlp_xla
 from fast_layers.ops.mlp.activations import ACTIVATIONS
 from fast_layers.testing import (

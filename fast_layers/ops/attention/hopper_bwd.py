@@ -60,8 +60,8 @@ from fast_layers.ops.attention import (
     hopper_bwd_pieces,
     hopper_bwd_sums,
 )
-from fast_layers.ops.attention.config import HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_beside import Maker, Semaphores, Sequence
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_form import WARPGROUPS, Before, Form, Role, Scratch
 from fast_layers.ops.attention.hopper_bwd_load import load
 from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE, Piece

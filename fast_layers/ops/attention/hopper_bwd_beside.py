@@ -29,13 +29,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fast_layers.kernel_parts.inline import make_writes_seen
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder
-from fast_layers.ops.attention.config import (
-    HOPPER_SMS,
-    HopperBackwardTiles,
-    known_before_the_call,
-    most_scores_pairs,
-    window_tiles,
-)
+from fast_layers.ops.attention.config import HOPPER_SMS, known_before_the_call
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
+from fast_layers.ops.attention.hopper_bwd_groups import most_scores_pairs, window_tiles
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_d_query_parts import WARPGROUPS, Scratch, exchange_mended_keys, send

@@ -22,7 +22,8 @@ from fast_layers.ops.attention import (
     hopper_bwd_units,
     tuned,
 )
-from fast_layers.ops.attention.config import MAX_SHALLOW_DEPTH, HopperBackwardTiles, HopperDeepBackwardTiles
+from fast_layers.ops.attention.config import MAX_SHALLOW_DEPTH
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles, HopperDeepBackwardTiles
 from fast_layers.ops.attention.hopper_grad_parts import KeyRows, Operands, folds_lse, summed_dtype
 from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals, finite_or_zero

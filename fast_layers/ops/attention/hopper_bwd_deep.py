@@ -51,7 +51,8 @@ from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tanh import tanh
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention import hopper_bwd_deep_query, hopper_bwd_deep_scores
-from fast_layers.ops.attention.config import HOPPER_SMS, HopperDeepBackwardTiles, sees_all
+from fast_layers.ops.attention.config import HOPPER_SMS, sees_all
+from fast_layers.ops.attention.hopper_bwd_config import HopperDeepBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_scores import gradients
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_grad_parts import (

@@ -37,7 +37,8 @@ from jaxtyping import Array, Float, Int
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder
-from fast_layers.ops.attention.config import HOPPER_SMS, HopperDeepBackwardTiles, sees_all
+from fast_layers.ops.attention.config import HOPPER_SMS, sees_all
+from fast_layers.ops.attention.hopper_bwd_config import HopperDeepBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_grad_parts import BY_QUERY, Operands, load_row, make_finite_in_chunks

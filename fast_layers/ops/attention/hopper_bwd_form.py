@@ -14,8 +14,9 @@ from fast_layers.kernel_parts.fragments import fragments_shape
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention import hopper_bwd_beside, hopper_bwd_pieces
-from fast_layers.ops.attention.config import CLUSTER_LAG, HopperBackwardTiles, sees_all
+from fast_layers.ops.attention.config import sees_all
 from fast_layers.ops.attention.hopper_bwd_beside import Sequence
+from fast_layers.ops.attention.hopper_bwd_config import CLUSTER_LAG, HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE, Cut
 from fast_layers.ops.attention.hopper_bwd_scores import LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS

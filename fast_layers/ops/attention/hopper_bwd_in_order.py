@@ -24,7 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.kernel_parts.fragments import load_fragments, store_fragments
-from fast_layers.ops.attention.config import CLUSTER_DELAY, CLUSTER_LAG, sees_all
+from fast_layers.ops.attention.config import sees_all
+from fast_layers.ops.attention.hopper_bwd_config import CLUSTER_DELAY, CLUSTER_LAG
 from fast_layers.ops.attention.hopper_bwd_form import Before, Role
 from fast_layers.ops.attention.hopper_bwd_pieces import Piece
 from fast_layers.ops.attention.hopper_call import ROWS

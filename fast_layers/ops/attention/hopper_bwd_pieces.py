@@ -17,14 +17,8 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from fast_layers.kernel_parts.tile_order import TileOrder, deal, schedule_of
-from fast_layers.ops.attention.config import (
-    CUT_DEPTH,
-    HOPPER_SMS,
-    MOST_DEALT_PIECES,
-    HopperBackwardTiles,
-    known_before_the_call,
-    sees_all,
-)
+from fast_layers.ops.attention.config import HOPPER_SMS, MOST_DEALT_PIECES, known_before_the_call, sees_all
+from fast_layers.ops.attention.hopper_bwd_config import CUT_DEPTH, HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_scores import TILE
 from fast_layers.ops.attention.hopper_bwd_visits import Visits, places
 from fast_layers.ops.attention.hopper_grad_parts import folds_lse

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from fast_layers.ops.attention.config import (
+from fast_layers.ops.attention.hopper_bwd_groups import (
     most_scores_pairs,
     scores_group,
     scores_in_parts,

@@ -51,10 +51,11 @@ from fast_layers.kernel_parts.lane_softmax import LaneSoftmax
 from fast_layers.kernel_parts.online_softmax import OnlineSoftmax
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.ops.attention import forward_parts, hopper_fwd_out, hopper_fwd_sizes, tuned
-from fast_layers.ops.attention.config import HopperForwardTiles, dealt_in_the_call, packs_heads, sees_all
+from fast_layers.ops.attention.config import dealt_in_the_call, packs_heads, sees_all
 from fast_layers.ops.attention.forward_parts import Operands, Piece, Work, join_sink, load, see_nothing
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_fwd_again import load_again, over_keys_again
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.hopper_fwd_scores import dropped, log2_logits
 from fast_layers.ops.attention.hopper_fwd_sizes import Measure
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem

@@ -18,8 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.kernel_parts.row_sizes import COLUMNS, ROWS, row_sizes, sizes_of
-from fast_layers.ops.attention.config import HopperForwardTiles, known_before_the_call
+from fast_layers.ops.attention.config import known_before_the_call
 from fast_layers.ops.attention.forward_parts import Piece, Work
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.problem import Inputs, Problem
 from fast_layers.ops.attention.tile_mask import TileMask
 

@@ -2,12 +2,12 @@
 
 `python -m fast_layers tune attention` writes the user's, to FAST_LAYERS_TILES if that is set (an empty value means no
 user table), else to fast_layers/attention_tiles.json below XDG_CONFIG_HOME or ~/.config, if there is a home. A call
-that stands in neither takes the rules in `config.py`. Tables are read once per process, when the first kernel is
-traced.
+that stands in neither takes the rules in `hopper_fwd_config.py` and `hopper_bwd_config.py`. Tables are read once per
+process, when the first kernel is traced.
 
 A table is a JSON object, `{"format": 7, "device": ..., "date": ..., "command": ..., "entries": [...]}`. An entry says
 which calls it is for (`arch`, `pass`, `qk_dim`, `v_dim`, `mask`, and `longest`, the most queries or keys, null for any
-number) and their `tiles`, as the class of `config.py` takes them. What is damaged is reported and ignored, as a whole.
+number) and their `tiles`, as the class takes them. What is damaged is reported and ignored, as a whole.
 """
 
 from __future__ import annotations
@@ -22,13 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fast_layers.ops.attention.config import (
-    HOPPER_SMEM_BYTES,
-    MAX_SHALLOW_DEPTH,
-    HopperBackwardTiles,
-    HopperDeepBackwardTiles,
-    HopperForwardTiles,
-)
+from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, MAX_SHALLOW_DEPTH
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles, HopperDeepBackwardTiles
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.problem import Problem
 
 FORMAT = 7

@@ -24,9 +24,9 @@ from fast_layers.kernel_parts.dropout import DropoutSeed, keep_tile
 from fast_layers.kernel_parts.kv_range import KvRange, TileRange
 from fast_layers.kernel_parts.manual_axes import vary_over, varying_axes
 from fast_layers.kernel_parts.once_in_reverse import once_in_reverse
-from fast_layers.ops.attention.config import XlaTiles
 from fast_layers.ops.attention.masks import same_segment
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals, finite_or_zero, poison
+from fast_layers.ops.attention.xla_config import XlaTiles
 
 
 def supports(problem: Problem, arch, pass_) -> str | None:

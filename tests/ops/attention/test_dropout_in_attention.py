@@ -11,7 +11,7 @@ import pytest
 from closeness import assert_bitwise_equal
 
 import fast_layers
-from fast_layers.ops.attention.config import XlaTiles
+from fast_layers.ops.attention.xla_config import XlaTiles
 from ops.attention import oracle
 from ops.attention.cases import TESTED
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from fast_layers.ops.attention import api
-from fast_layers.ops.attention.config import HopperBackwardTiles, most_scores_pairs
 from fast_layers.ops.attention.hopper_bwd_beside import TILES, Sequence
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
+from fast_layers.ops.attention.hopper_bwd_groups import most_scores_pairs
 from fast_layers.ops.attention.problem import Problem
 
 

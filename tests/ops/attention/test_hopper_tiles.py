@@ -13,21 +13,17 @@ import pytest
 from fast_layers.kernel_parts.smem_tile import swizzled_columns
 from fast_layers.ops.attention import (
     api,
-    config,
     hopper_bwd_call,
     hopper_bwd_deep,
+    hopper_bwd_groups,
     hopper_bwd_pieces,
     hopper_bwd_scores,
     hopper_call,
     tuned,
 )
-from fast_layers.ops.attention.config import (
-    HOPPER_SMEM_BYTES,
-    HOPPER_SMS,
-    HopperBackwardTiles,
-    HopperDeepBackwardTiles,
-    HopperForwardTiles,
-)
+from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles, HopperDeepBackwardTiles
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.kernel_operands import padded_depth
 from fast_layers.ops.attention.masks import Band
 from fast_layers.ops.attention.problem import MaskFacts, Problem, Residuals
@@ -495,7 +491,7 @@ def _backward_problem(length, batch, causal, kv_heads=16, heads=16):
 def test_groups_of_heads_fit_and_fill_the_gpu(length, batch, causal):
     left = hopper_bwd_scores.LeftScores(_backward_problem(length, batch, causal))
     integers = 4 * batch * length * 16 * 128
-    assert 2 * np.prod(left.shape) <= min(config.MOST_D_SCORES_BYTES, (9 if causal else 17 / 4) * integers)
+    assert 2 * np.prod(left.shape) <= min(hopper_bwd_groups.MOST_D_SCORES_BYTES, (9 if causal else 17 / 4) * integers)
     assert 0 <= left.pairs * left.groups - batch * 16 < left.groups
     # The work of all SMs against the longest tile of keys, and where they are alike, as many turns as it takes.
     work, turns = left.pairs * left.tiles / HOPPER_SMS, -(-left.pairs * length // 128 // HOPPER_SMS)
@@ -516,7 +512,7 @@ def test_long_grouped_heads_come_in_parts(length, batch, causal, heads):
     left = hopper_bwd_scores.LeftScores(problem, may_sum=True)
     assert 1 < left.parts == problem.group // left.heads
     assert left.pairs * left.groups == batch * 8
-    assert 2 * np.prod(left.shape) <= config.MOST_D_SCORES_BYTES
+    assert 2 * np.prod(left.shape) <= hopper_bwd_groups.MOST_D_SCORES_BYTES
     work, turns = left.pairs * left.tiles / HOPPER_SMS, -(-left.pairs * length // 128 // HOPPER_SMS)
     assert work / max(length // 128, turns * left.tiles / (length // 128)) >= 0.93
     # Each query head comes once.
@@ -529,7 +525,7 @@ def test_long_grouped_heads_come_in_parts(length, batch, causal, heads):
 
 
 def test_pairs_that_fit_whole_do_not_come_in_parts():
-    assert config.scores_in_parts(_backward_problem(8192, 2, True, kv_heads=8, heads=32)) is None
+    assert hopper_bwd_groups.scores_in_parts(_backward_problem(8192, 2, True, kv_heads=8, heads=32)) is None
     assert hopper_bwd_scores.LeftScores(_backward_problem(8192, 2, True, kv_heads=8, heads=32), may_sum=True).parts == 1
 
 
@@ -537,7 +533,7 @@ def test_calls_in_parts_that_vmap_joins():
     problem = _backward_problem(16384, 1, True, kv_heads=8, heads=32)
     left = hopper_bwd_scores.LeftScores(dataclasses.replace(problem, batch=3), may_sum=True)
     assert 24 % left.pairs == 0 or left.parts == 1
-    assert 2 * np.prod(left.shape) <= config.MOST_D_SCORES_BYTES
+    assert 2 * np.prod(left.shape) <= hopper_bwd_groups.MOST_D_SCORES_BYTES
 
 
 def test_a_tuned_slot_more_is_dropped_where_d_query_stays_in_the_kernel():
@@ -565,8 +561,8 @@ def test_calls_that_vmap_joins_leave_d_scores_in_groups(calls, batch, options):
         problem = call.problem(inputs, aux)
         assert HopperBackwardTiles.of(problem).d_query_apart
         joined = dataclasses.replace(problem, batch=calls * batch)
-        assert config.scores_group(problem)
-        assert not config.scores_group(joined)
+        assert hopper_bwd_groups.scores_group(problem)
+        assert not hopper_bwd_groups.scores_group(joined)
         left.append(hopper_bwd_scores.LeftScores(joined))
         return hopper_bwd_call.attend_grad(problem, Residuals(inputs, aux, query, lse), query, lse).query
 
@@ -574,20 +570,22 @@ def test_calls_that_vmap_joins_leave_d_scores_in_groups(calls, batch, options):
     query, lse = jax.ShapeDtypeStruct(shape, jnp.bfloat16), jax.ShapeDtypeStruct((*shape[:2], 16, 2048), jnp.float32)
     d_query = jax.eval_shape(jax.vmap(one), query, lse, jax.ShapeDtypeStruct(shape[:3], jnp.int32))
     assert d_query.shape == shape
-    assert 2 * np.prod(left[0].shape) <= config.MOST_D_SCORES_BYTES
+    assert 2 * np.prod(left[0].shape) <= hopper_bwd_groups.MOST_D_SCORES_BYTES
     assert left[0].groups > 1
 
 
 def test_no_groups_that_leave_the_gpu_idle():
     """Four of sixteen heads fit, 128 tiles of keys for 132 SMs; four groups have more to start and end than one."""
-    assert config.scores_group(_backward_problem(4096, 1, False)) == 0
+    assert hopper_bwd_groups.scores_group(_backward_problem(4096, 1, False)) == 0
 
 
 def test_a_window_leaves_all_heads_scores_or_none():
     def pairs(batch):
         problem = _backward_problem(4096, batch, True)
         band = dataclasses.replace(problem.mask.band, low=-1023)
-        return config.scores_group(dataclasses.replace(problem, mask=dataclasses.replace(problem.mask, band=band)))
+        return hopper_bwd_groups.scores_group(
+            dataclasses.replace(problem, mask=dataclasses.replace(problem.mask, band=band))
+        )
 
     assert pairs(6) == 6 * 16
     assert pairs(8) == 0

@@ -16,12 +16,9 @@ from fast_layers import tune
 from fast_layers.arch import Arch
 from fast_layers.cli import main
 from fast_layers.ops.attention import api, tuned
-from fast_layers.ops.attention.config import (
-    HOPPER_SMEM_BYTES,
-    HopperBackwardTiles,
-    HopperDeepBackwardTiles,
-    HopperForwardTiles,
-)
+from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles, HopperDeepBackwardTiles
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.testing import parity
 
 H200 = Arch("cuda", "NVIDIA H200", (9, 0))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fast_layers.ops.attention import api, hopper_bwd_pieces, hopper_bwd_units
-from fast_layers.ops.attention.config import HOPPER_SMS, HopperBackwardTiles
+from fast_layers.ops.attention.config import HOPPER_SMS
+from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_rows import Operands, row_sums_by_xla
 from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
 from fast_layers.ops.attention.tile_mask import TileMask

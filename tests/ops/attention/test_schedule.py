@@ -13,8 +13,9 @@ import pytest
 from fast_layers.kernel_parts import tile_order
 from fast_layers.kernel_parts.tile_order import TileOrder, deal_in_turns
 from fast_layers.ops.attention import api, hopper_bwd_pieces
-from fast_layers.ops.attention.config import HOPPER_SMS, HopperForwardTiles
+from fast_layers.ops.attention.config import HOPPER_SMS
 from fast_layers.ops.attention.forward_parts import Work
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.kernel_operands import RowMask
 from fast_layers.ops.attention.masks import Band
 from fast_layers.ops.attention.problem import MaskFacts, Problem

@@ -11,13 +11,8 @@ import pytest
 
 from fast_layers import masks as M
 from fast_layers.ops.attention import packed_heads, split_kv
-from fast_layers.ops.attention.config import (
-    HOPPER_SMEM_BYTES,
-    HOPPER_SMS,
-    HopperForwardTiles,
-    num_splits,
-    packs_heads,
-)
+from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS, num_splits, packs_heads
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.problem import MaskFacts, Problem
 from fast_layers.ops.attention.tile_mask import Span
 

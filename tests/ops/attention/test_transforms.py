@@ -14,7 +14,7 @@ from closeness import assert_bitwise_equal
 
 import fast_layers
 from fast_layers import masks
-from fast_layers.ops.attention.config import XlaTiles
+from fast_layers.ops.attention.xla_config import XlaTiles
 from ops.attention.cases import TESTED
 from ops.attention.tracing import equations
 

@@ -14,7 +14,7 @@ from selection import examples
 
 import fast_layers
 from fast_layers import masks
-from fast_layers.ops.attention.config import XlaTiles
+from fast_layers.ops.attention.xla_config import XlaTiles
 from ops.attention import oracle
 from ops.attention.cases import TESTED, Case, build, cases, runner, yardsticks
 from ops.attention.tracing import equations

@@ -1,0 +1,110 @@
+"""How many heads leave their dS in the GPU's memory at a time, in attention's backward for Hopper."""
+
+from __future__ import annotations
+
+import functools
+
+from fast_layers.ops.attention.config import HOPPER_SMS, MAX_SHALLOW_DEPTH, known_before_the_call
+from fast_layers.ops.attention.problem import Problem
+
+MOST_D_SCORES_BYTES = 1088 << 20
+"""Of dS in memory at a time: two heads of 16,384 tokens in 16 bits, or four under a causal mask."""
+_MOST_D_SCORES = 9 / 2
+"""Of what dQ's integers would take; more than four times, for the whole tiles at both ends of a window."""
+_MOST_UNEVEN_SCORES = 9
+"""Likewise, where arrays say what is hidden; or a causal mask at depths up to 128, and no heads share keys: the longest
+tiles of keys of few heads end after all others."""
+_LEAST_TOLD_PIECES = 512
+"""Tiles of keys in one of several groups of heads, where arrays tell their length: fewer leave SMs idle at the end.
+Without a causal mask groups gained too little."""
+_MOST_GROUPS_LOSE = 0.06
+"""Of the time that all heads at once would take, for dQ apart to be worth it. Within windows groups were not timed."""
+_LATE_FOR_MEMORY = 0.02
+"""A group is smaller where all pairs are finished so little later."""
+_GROUP_COST = 4
+"""Of a group's kernels to start and end, in the time of a tile."""
+
+
+def window_tiles(problem: Problem) -> tuple[int, int] | None:
+    """By tiles of 128: how many queries see a tile of keys of a static window, and how many of them stand before it."""
+    band = problem.mask.band
+    if band is None or band.low is None or band.high is None:
+        return None
+    before, behind = -(-band.high // 128), -(band.low // 128)
+    return min(before + 1 + behind, problem.q_len // 128), before
+
+
+def scores_tiles(problem: Problem) -> int:
+    """Tiles of 128 queries and 128 keys that the backward leaves of a query head's dS."""
+    q_tiles, kv_tiles = problem.q_len // 128, problem.kv_len // 128
+    if window := window_tiles(problem):
+        return window[0] * kv_tiles
+    return q_tiles * kv_tiles if problem.mask.band is None else q_tiles * (q_tiles + 1) // 2
+
+
+def _duration(problem: Problem, pairs: int, heads: int) -> float:
+    """Of all pairs of an example and a key/value head, so many at a time, and of each so many query heads, in a tile's
+    time on each SM; of no window."""
+    p, kv_tiles = problem, problem.kv_len // 128
+    work = pairs * scores_tiles(p) / HOPPER_SMS
+    if p.mask.band is None:
+        # Tiles of keys are alike, and a block takes one after the other; under a mask the short ones fill the end.
+        work = -(-pairs * kv_tiles // HOPPER_SMS) * scores_tiles(p) / kv_tiles
+    longest = max(work, p.q_len // 128)
+    return -(-p.batch * p.kv_heads // pairs) * p.group // heads * (heads * longest + _GROUP_COST)
+
+
+def most_scores_pairs(problem: Problem, heads: int) -> int:
+    """How many pairs of an example and a key/value head may leave dS of so many of their query heads at a time, by
+    memory alone."""
+    p, total = problem, problem.batch * problem.kv_heads
+    integers = 4 * p.batch * p.heads * p.q_len * p.qk_dim
+    of_pair = heads * scores_tiles(p) * 128 * 128 * p.dtype.itemsize
+    causal = p.mask.band is not None and p.mask.band.low is None
+    uneven = causal and p.group == 1 and max(p.qk_dim, p.v_dim) <= MAX_SHALLOW_DEPTH
+    integers *= _MOST_UNEVEN_SCORES if uneven or not known_before_the_call(p) else _MOST_D_SCORES
+    return min(int(min(MOST_D_SCORES_BYTES, integers)) // of_pair, total)
+
+
+@functools.cache
+def scores_group(problem: Problem) -> int:
+    """How many pairs of an example and a key/value head leave their dS at a time; 0 where not even one may, or where
+    groups would lose too much.
+
+    The fewest that finish all pairs nearly as soon as any other number.
+    """
+    p, total, most = problem, problem.batch * problem.kv_heads, most_scores_pairs(problem, problem.group)
+    if window_tiles(p):
+        return total if most == total else 0
+    if most == 0:
+        return 0
+    fewest = -(-total // most)
+    if not known_before_the_call(p):
+        pairs = -(-total // fewest)
+        several = p.mask.band is not None and pairs * (p.kv_len // 128) >= _LEAST_TOLD_PIECES
+        return pairs if fewest == 1 or several else 0
+    choices = {-(-total // groups) for groups in range(fewest, min(8 * fewest, total) + 1)}
+    soonest = min(_duration(p, pairs, p.group) for pairs in choices)
+    if soonest > (1 + _MOST_GROUPS_LOSE) * _duration(p, total, p.group):
+        return 0
+    return min(pairs for pairs in choices if _duration(p, pairs, p.group) <= (1 + _LATE_FOR_MEMORY) * soonest)
+
+
+@functools.cache
+def scores_in_parts(problem: Problem) -> tuple[int, int] | None:
+    """(pairs of an example and a key/value head, query heads of each) that leave their dS at a time, fewer heads than
+    share a key/value head. None where `scores_group` is of whole pairs, or where parts would lose too much."""
+    p, total = problem, problem.batch * problem.kv_heads
+    if scores_group(p) or window_tiles(p) or not known_before_the_call(p):
+        return None
+    # No pair may be done twice, since its parts are summed.
+    choices = [
+        (pairs, heads)
+        for heads in range(1, p.group)
+        for pairs in range(1, most_scores_pairs(p, heads) + 1)
+        if p.group % heads == total % pairs == 0
+    ]
+    soonest = min(choices, key=lambda choice: _duration(p, *choice), default=None)
+    if soonest is None or _duration(p, *soonest) > (1 + _MOST_GROUPS_LOSE) * _duration(p, total, p.group):
+        return None
+    return soonest

@@ -1,0 +1,280 @@
+"""Tiles of attention's forward for Hopper: frozen, self-rejecting, with the legality written once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from fast_layers.ops.attention.config import (
+    HOPPER_SMEM_BYTES,
+    HOPPER_SMS,
+    MOST_DEALT_PIECES,
+    SWIZZLED_COLUMNS,
+    TMA_COLUMNS,
+    dealt_in_the_call,
+    known_before_the_call,
+    num_splits,
+    sees_all,
+)
+from fast_layers.ops.attention.kernel_operands import padded_depth
+from fast_layers.ops.attention.problem import Problem
+
+_DEEPEST_RING = 8
+_FEW_ROWS_RING_BYTES = 96 << 10
+"""Of keys and values on their way to a block of few rows, at the depths where an H200 was timed: bench/NOTES.md."""
+_HELD_COLUMNS = (64, 128)
+"""Of a forward's queries: panels of so many columns are multiplied by themselves."""
+_MEASURED_HELD_COLUMNS = {(256, 256): (64, 0), (256, 128): (128, 128), (192, 192): (128, 0), (192, 128): (128, 128)}
+"""Without a mask; under a causal one with `last_keys_first`. By the depths of queries and values: bench/NOTES.md."""
+
+
+def _keys_seen(problem: Problem, queries: int) -> int:
+    """Within a static window, by so many neighbouring queries."""
+    keys, band = problem.kv_len, problem.mask.band
+    if band is None or band.low is None or band.high is None:
+        return keys
+    return min(keys, band.high - band.low + queries)
+
+
+def _out_by_values_pays(problem: Problem) -> bool:
+    """Of a forward deeper than 128, as measured: with `first_maximum`, whose steps are short."""
+    p = problem
+    return p.dtype == jnp.bfloat16 and p.softcap is None and p.qk_dim == p.v_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperForwardTiles:
+    """The forward kernel's shape.
+
+    `compute_wgs` warpgroups of 64 query rows each; `kv_tile` keys a step; `stages` slots for keys and values each;
+    `q_slots` tiles of queries; `blocks` of a persistent grid, 0 for one block per tile of queries; `takes_turns`
+    orders the warpgroups' products; `splits` parts of the keys that a tile of queries sees, a block for each;
+    with `own_spans` a warpgroup passes over those tiles of keys within its block's that none of its own rows sees, of a
+    mask that is known before the call; `cluster` blocks load keys and values together, where all queries see the same;
+    with `last_keys_first` tiles of keys come from the last on, and no other needs a mask, where `one_ragged_tile`;
+    `held_columns` of the queries stay in registers, where no step but the first of `last_keys_first` hides scores;
+    with `first_maximum` weights are relative to the maximum of a row's first tile of keys, in bfloat16 alone, whose
+    range is float32's, and with nothing given for each score, which might hide a row's first keys by large numbers;
+    with it the exponentials of `keys_before_wait` of a tile stay before the wait for out's product, behind which ptxas
+    might move them; with `out_by_values`, at one depth, out leaves by the slots of values instead of Q's.
+    """
+
+    compute_wgs: int
+    kv_tile: int
+    stages: int = 2
+    q_slots: int = 1
+    blocks: int = 0
+    takes_turns: bool = True
+    splits: int = 1
+    own_spans: bool = False
+    cluster: int = 1
+    last_keys_first: bool = False
+    held_columns: int = 0
+    first_maximum: bool = True
+    keys_before_wait: int = 0
+    out_by_values: bool = False
+
+    def __post_init__(self):
+        if self.compute_wgs not in (1, 2, 3):
+            raise ValueError(f"{self.compute_wgs=} must be 1, 2 or 3: four warpgroups share the registers")
+        if self.kv_tile not in (64, 128, 192, 256):
+            raise ValueError(f"{self.kv_tile=} must be 64, 128, 192 or 256: wgmma reads values 64 keys at a time")
+        if self.stages < 2:
+            raise ValueError(f"{self.stages=} must be at least 2: keys and values of two steps are in use at once")
+        if self.q_slots < 1 or self.blocks < 0:
+            raise ValueError(f"{self.q_slots=} must be at least 1 and {self.blocks=} at least 0")
+        if self.splits < 1 or (self.splits > 1 and self.blocks):
+            raise ValueError(f"{self.splits=} must be at least 1, and 1 in a persistent grid ({self.blocks=})")
+        if self.own_spans and (self.takes_turns or self.splits > 1):
+            raise ValueError(f"{self.own_spans=}: spans of its own leave a warpgroup no turns, nor parts of the keys")
+        if self.last_keys_first and (self.splits > 1 or self.cluster > 1):
+            raise ValueError(f"{self.last_keys_first=}: neither with parts of the keys nor with a cluster")
+        if self.held_columns not in (0, *_HELD_COLUMNS) or (self.held_columns and self.compute_wgs != 2):
+            raise ValueError(f"{self.held_columns=} must be 0, or with two warpgroups one of {_HELD_COLUMNS}")
+        if self.keys_before_wait and not self.first_maximum:
+            raise ValueError(f"{self.keys_before_wait=}: without first_maximum a tile is weighed in one piece")
+        if self.keys_before_wait % 8 or not 0 <= self.keys_before_wait <= self.kv_tile:
+            raise ValueError(f"{self.keys_before_wait=} must be a multiple of 8, {self.kv_tile} at most")
+        alone = self.splits == self.cluster == self.q_slots == 1
+        if self.out_by_values and not (alone and self.blocks and self.compute_wgs <= self.stages):
+            raise ValueError(
+                f"{self.out_by_values=}: in a persistent grid, with a slot for queries, one for the values of each "
+                "warpgroup, and neither parts of the keys nor a cluster"
+            )
+        if self.cluster not in (1, 2) or (self.cluster == 2 and (self.splits > 1 or self.own_spans or self.blocks % 2)):
+            raise ValueError(f"{self.cluster=} must be 1 or 2, and 1 with splits, own spans or an odd number of blocks")
+
+    @property
+    def q_tile(self) -> int:
+        return 64 * self.compute_wgs
+
+    @property
+    def compute_registers(self) -> int:
+        """Per thread. What a block is launched with, in three warpgroups 168 each, is dealt out anew, in steps of 8; a
+        block that asks for more waits for ever."""
+        return {1: 240, 2: (3 * 168 - self.load_registers) // 2, 3: 160}[self.compute_wgs]
+
+    @property
+    def load_registers(self) -> int:
+        two = 72 if self._leaves_registers else 40 if self.held_columns or self.out_by_values else 56
+        return {1: 208, 2: two, 3: 32}[self.compute_wgs]
+
+    @property
+    def _leaves_registers(self) -> bool:
+        """To the load warpgroup, whose second pass would else spill some: as chosen for keys deeper than 128 and values
+        up to 128."""
+        persistent = self.blocks > 0 and not self.out_by_values
+        return self.compute_wgs == 2 and self.own_spans and self.last_keys_first and persistent
+
+    def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
+        """Of 16-bit tiles, and of a float32 one where keys are split; the last 2.5 KiB for barriers and row vectors."""
+        qk_dim, v_dim = (padded_depth(depth, TMA_COLUMNS) for depth in (qk_dim, v_dim))
+        out_bytes = 4 if self.splits > 1 else 0 if qk_dim == v_dim else 2
+        keys = self.stages * self.kv_tile
+        inputs = 2 * ((self.q_slots * self.q_tile + keys) * qk_dim + keys * v_dim)
+        return inputs + out_bytes * self.q_tile * v_dim + (5 << 9)
+
+    def packs_in_kernel(self, problem: Problem) -> bool:
+        """Whether there is room for a slot through which queries come as they lie in memory."""
+        qk_dim = padded_depth(problem.qk_dim, TMA_COLUMNS)
+        if self.compute_wgs > 1 or self.q_slots > 1 or self.blocks:
+            return False
+        return self.smem_bytes(qk_dim, problem.v_dim) + 2 * self.q_tile * qk_dim <= HOPPER_SMEM_BYTES
+
+    @classmethod
+    def of(cls, problem: Problem, measured: HopperForwardTiles | None = None) -> HopperForwardTiles:
+        """For the queries as the kernel gets them, with heads packed into rows or not.
+
+        `measured` stands in for the rule where there are enough rows to fill the GPU.
+        """
+        p = problem
+        if p.q_len <= 64:
+            return cls._of_few_rows(p)
+        another_order = measured is not None and measured.last_keys_first and not measured.one_ragged_tile(p)
+        another_way_out = measured is not None and measured.out_by_values and not _out_by_values_pays(p)
+        if measured is None or another_order or another_way_out:
+            measured = cls._of_many_rows(p)  # what was measured is the fastest in that order and way alone
+        tiles = measured.for_mask(p)
+        if tiles.smem_bytes(p.qk_dim, p.v_dim) > HOPPER_SMEM_BYTES:
+            # Depths differ, so that the output has no room in the slot for queries.
+            tiles = cls(1, 64, takes_turns=False)
+        pieces = p.batch * p.heads * -(-p.q_len // tiles.q_tile)
+        if pieces > MOST_DEALT_PIECES:
+            return dataclasses.replace(tiles, blocks=0, out_by_values=False)
+        if pieces >= HOPPER_SMS:
+            return tiles
+        # Three warpgroups' share of the registers has no room for the part's bounds.
+        split = cls(min(tiles.compute_wgs, 2), tiles.kv_tile, takes_turns=tiles.compute_wgs > 1)._split_for(p)
+        if split.splits == 1:
+            return tiles
+        return split if split.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES else cls._of_few_rows(p)
+
+    def one_ragged_tile(self, p: Problem) -> bool:
+        """Whether, of the tiles of keys that rows see together, the last alone has hidden scores: under a causal mask
+        where tiles of queries and of keys end together."""
+        band, rows = p.mask.band, 64 if self.own_spans else self.q_tile
+        if self.splits > 1 or not known_before_the_call(p) or band is None or band.low is not None:
+            return False
+        return band.high is not None and band.high >= 0 and band.high % rows == 0 and self.kv_tile % rows == 0
+
+    def for_mask(self, p: Problem) -> HopperForwardTiles:
+        """Without what this call's mask or its number of queries has no use for."""
+        arrays = p.mask.interval_arrays or p.mask.segments
+        alike = sees_all(p) and -(-p.q_len // self.q_tile) % 2 == 0
+        known = p.mask.band is not None and not arrays
+        alone = self.cluster == 2 and not alike
+        many = self.splits == 1 and p.q_len > 64  # few rows wait for memory, whatever their softmax does
+        first_maximum = self.first_maximum and many and p.dtype == jnp.bfloat16 and not p.per_score
+        last_keys_first = self.last_keys_first and self.one_ragged_tile(p)
+        whole = (sees_all(p) or last_keys_first) and p.kv_len % self.kv_tile == 0
+        held = whole and p.softcap is None and self.held_columns < p.qk_dim and p.qk_dim % SWIZZLED_COLUMNS == 0
+        return dataclasses.replace(
+            self,
+            own_spans=self.own_spans and known,
+            last_keys_first=last_keys_first,
+            held_columns=self.held_columns if held else 0,
+            first_maximum=first_maximum,
+            keys_before_wait=self.keys_before_wait if first_maximum else 0,
+            cluster=1 if alone else self.cluster,
+            takes_turns=self.takes_turns or alone,
+            out_by_values=self.out_by_values and p.qk_dim == p.v_dim,
+        )
+
+    @classmethod
+    def _of_few_rows(cls, p: Problem) -> HopperForwardTiles:
+        """One warpgroup: memory is what such a problem waits for."""
+        deepest = max(p.qk_dim, p.v_dim)
+        tiles = cls(1, 128 if deepest <= 64 else 64, takes_turns=False)
+        if not 64 <= deepest <= 128:
+            return tiles._split_for(p)
+        return tiles._split_for(p, _FEW_ROWS_RING_BYTES // (tiles.kv_tile * (p.qk_dim + p.v_dim) * p.dtype.itemsize))
+
+    def _split_for(self, p: Problem, most_stages: int = _DEEPEST_RING) -> HopperForwardTiles:
+        """These tiles with the keys split, and as many keys on their way as fit, in `most_stages` slots at most."""
+        keys = _keys_seen(p, self.q_tile)
+        pieces = p.batch * p.heads * -(-p.q_len // self.q_tile)
+        tiles = dataclasses.replace(self, splits=num_splits(pieces, -(-keys // self.kv_tile)))
+        deeper = (dataclasses.replace(tiles, stages=stages) for stages in range(most_stages, tiles.stages, -1))
+        return next((t for t in deeper if t.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES), tiles)
+
+    @classmethod
+    def _of_many_rows(cls, problem: Problem) -> HopperForwardTiles:
+        p = problem
+        deepest = max(p.qk_dim, p.v_dim)
+        causal = p.mask.band is not None and p.mask.band.high is not None
+        longest = max(p.q_len, p.kv_len)
+        # Measured on H200s, 2026-11-22 and 23: bench/NOTES.md. A persistent grid hides a block's start, which short
+        # rows feel. Tiles of unequal length are dealt out evenly, when tracing or, of a mask of arrays, in the call.
+        in_the_call, known = dealt_in_the_call(p), causal and known_before_the_call(p)
+        deals = known or in_the_call
+        windowed = p.mask.band is not None and p.mask.band.low is not None
+        persistent = deals or (not causal and p.kv_len <= 4096)
+        blocks = HOPPER_SMS if persistent else 0
+        if deepest <= 64:
+            orders = {"takes_turns": False, "own_spans": True, "last_keys_first": True, "keys_before_wait": 64}
+            own = cls(3, 128, 3, 2, HOPPER_SMS, **orders)
+            gains = own.one_ragged_tile(p) or (windowed and _keys_seen(p, 128) <= 1152)
+            if known and (longest <= 512 or (longest > 1024 and gains)):
+                return own
+            if causal and longest <= 1024:
+                turns = longest > 512
+                return cls(2, 128, 3, 2, HOPPER_SMS, takes_turns=turns, last_keys_first=True, keys_before_wait=32)
+            if p.mask.interval_arrays or p.per_score:  # the mask's registers do not fit in three warpgroups' share
+                return cls(2, 128, stages=3, q_slots=2 if in_the_call else 1, blocks=HOPPER_SMS if in_the_call else 0)
+            if sees_all(p):
+                return cls(3, 128, 3, 2, HOPPER_SMS, takes_turns=False, keys_before_wait=16)
+            return cls(3, 128, stages=3, q_slots=2 if persistent else 1, blocks=blocks)
+        if deepest <= 128:
+            if p.dropout_rate:
+                return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row
+            if sees_all(p):
+                return cls(2, 128, q_slots=2, blocks=HOPPER_SMS, takes_turns=False, cluster=2)
+            tiles = cls(2, 128, q_slots=2 if persistent else 1, blocks=blocks, last_keys_first=longest > 1024)
+            gains = tiles.last_keys_first and tiles.one_ragged_tile(p)
+            return dataclasses.replace(
+                tiles, takes_turns=not (in_the_call or gains), keys_before_wait=32 if gains else 0
+            )
+        blocks = HOPPER_SMS if deals else 0
+        tiles = cls(2, 128, takes_turns=False, blocks=blocks)
+        if p.v_dim <= 128 and tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES:
+            return tiles
+        tiles = dataclasses.replace(tiles, kv_tile=64, own_spans=known)
+        longer = known and not windowed and longest > 512
+        if _out_by_values_pays(p) and (sees_all(p) or (p.v_dim > 192 and (longer or in_the_call))):
+            before_wait = 64 if p.v_dim > 192 else 0
+            return dataclasses.replace(tiles, blocks=HOPPER_SMS, keys_before_wait=before_wait, out_by_values=True)
+        gains = longest > 1024 and not 128 < p.v_dim <= 192 and tiles.one_ragged_tile(p)
+        # Blocks that are not persistent gain by it, at depth 256 alone: 10 %.
+        blocks = 0 if gains and p.v_dim > 192 else blocks
+        unmasked, under_causal = _MEASURED_HELD_COLUMNS.get((p.qk_dim, p.v_dim), (0, 0))
+        held_columns = 0 if longest < 1024 else under_causal if causal else unmasked
+        few_steps = sees_all(p) and longest < 1024  # a block feels what its verdict takes
+        return dataclasses.replace(
+            tiles,
+            last_keys_first=gains,
+            blocks=blocks,
+            held_columns=held_columns,
+            first_maximum=not few_steps,
+            keys_before_wait=64 if p.v_dim > 192 and not few_steps else 0,
+        )
