@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.pallas.mosaic_gpu.core import UntilingTransform
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -35,6 +36,7 @@ def store(
     gpu, src_key, dst_key = machine(), Key.from_array(src), Key.from_array(dst)
     src_access = gpu.access(src_key, plain_transforms(src_transforms))
     dst_access = gpu.access(dst_key, plain_transforms(dst_transforms))
+    check_contiguity(src_key, src_access, src_transforms)
     if not _has_layout(src_transforms):
         check_alignment(src_key, src_access, dst_key, dst_access, may_be_plain=reduction is None)
     task_type = gpu_callbacks.AsyncCopySmemToGmemTask if reduction is None else ReducingStore
@@ -75,6 +77,7 @@ def load(
         return token
     src_access = gpu.access(src_key, plain_transforms(src_transforms))
     dst_access = gpu.access(dst_key, plain_transforms(dst_transforms))
+    check_contiguity(dst_key, dst_access, dst_transforms)
     if not _has_layout(dst_transforms):
         check_alignment(dst_key, dst_access, src_key, src_access, may_be_plain=not fills and group is None)
     blocks = () if group is None else blocks_together(mesh_location, *group)
@@ -115,6 +118,29 @@ def check_alignment(smem_key: Key, smem: Access, gmem_key: Key, gmem: Access, *,
             f"a bulk copy starts {offset} bytes into a buffer {dtype}{list(shape)} in shared memory: the GPU wants a "
             f"multiple of {wanted}"
         )
+
+
+def check_contiguity(smem_key: Key, smem: Access, transforms: Any) -> None:
+    """Of a bulk copy's end in shared memory, by its tiles if there are some: JAX copies what lies together there."""
+    buffer = machine().buffer_shape_and_dtype(smem_key)
+    tiling = next((each.tiling for each in transforms if isinstance(each, UntilingTransform)), ())
+    sizes = [window.stop - window.start if isinstance(window, slice) else 1 for window in smem.range]
+    whole, part = (_tiled(shape, tiling) for shape in (tuple(buffer.shape), tuple(sizes)))
+    for axis, size in enumerate(part):
+        if size != 1 and math.prod(whole[axis + 1 :]) != math.prod(part[axis + 1 :]):
+            array = f"{jax.numpy.dtype(buffer.dtype)}{list(buffer.shape)}"
+            in_tiles = f", which has tiles of {list(tiling)}" if tiling else ""
+            raise ValueError(
+                f"a bulk copy of {sizes} of a buffer {array} in shared memory{in_tiles}: its parts do not lie together "
+                "there, and JAX refuses to compile it"
+            )
+
+
+def _tiled(shape: tuple[int, ...], tiling: tuple[int, ...]) -> tuple[int, ...]:
+    if not tiling:
+        return shape
+    before, last = shape[: -len(tiling)], shape[-len(tiling) :]
+    return (*before, *(-(-size // tile) for size, tile in zip(last, tiling, strict=True)), *tiling)
 
 
 def _has_layout(transforms: Any) -> bool:

@@ -12,6 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.kernel_parts.smem_tile import smem_tile
+
 ROWS = 64  # of a warpgroup matmul
 TILE = 64  # along the other two axes of a matmul
 SLOTS = 2  # of every ring
@@ -263,6 +265,22 @@ def copy_rows(x: jax.Array, *, plain: bool) -> jax.Array:
             "x_smem": smem(*x.shape, dtype=x.dtype, transforms=()),
             "loaded": plgpu.Barrier(num_arrivals=x.shape[0]),
         },
+    )(x)
+
+
+def copy_part(x: jax.Array, *, rows: int, columns: int) -> jax.Array:
+    """The first of x [16, 128], through swizzled tiles of 64 columns in shared memory."""
+
+    def kernel(x_gmem, out_gmem, x_smem, loaded):
+        plgpu.copy_gmem_to_smem(x_gmem, x_smem, loaded)
+        plgpu.barrier_wait(loaded)
+        plgpu.copy_smem_to_gmem(x_smem.at[pl.ds(0, rows), pl.ds(0, columns)], out_gmem)
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((rows, columns), x.dtype),
+        scratch_types={"x_smem": smem_tile(*x.shape, dtype=x.dtype), "loaded": plgpu.Barrier()},
     )(x)
 
 

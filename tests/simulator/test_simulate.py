@@ -265,3 +265,16 @@ def test_a_copy_to_where_the_gpu_takes_none_is_told(columns, plain, told):
         np.testing.assert_array_equal(*as_float(sim.check(), x))
     else:
         assert told in (sim.failure or ""), sim.report()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "told"), [(16, 128, False), (8, 64, False), (8, 128, False), (16, 64, True)]
+)
+def test_a_copy_of_what_does_not_lie_together_is_told(rows, columns, told):
+    """JAX compiles none: the halves of 16 rows' first 64 columns have others of their rows between them."""
+    x = numbers(16, 128)
+    sim = simulate(lambda x: kernels.copy_part(x, rows=rows, columns=columns), x)
+    if told:
+        assert "its parts do not lie together there" in (sim.failure or ""), sim.report()
+    else:
+        np.testing.assert_array_equal(*as_float(sim.check(), x[:rows, :columns]))
