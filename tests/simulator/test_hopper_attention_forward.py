@@ -23,6 +23,7 @@ from simulator.mlp import Slip
 
 pytestmark = pytest.mark.simulator
 
+BY_VALUES = {"takes_turns": False, "out_by_values": True}
 # Three rounds of every ring, and more tiles of queries than blocks.
 PERSISTENT = {
     "full, one slot for queries": (Case(batch=1, q_len=256, kv_len=400, heads=2, kv_heads=2), {"q_slots": 1}),
@@ -45,11 +46,6 @@ PERSISTENT = {
         square(256, heads=2, kv_heads=2, qk_dim=192, v_dim=128, is_causal=True),
         {"blocks": 1, "held_columns": 128, "takes_turns": False, "own_spans": True, "last_keys_first": True},
     ),
-}
-
-
-BY_VALUES = {"takes_turns": False, "out_by_values": True}
-PERSISTENT |= {
     "out by values": (
         Case(batch=1, q_len=300, kv_len=200, heads=3, kv_heads=3, qk_dim=256, v_dim=256),
         BY_VALUES | {"keys_before_wait": 64},

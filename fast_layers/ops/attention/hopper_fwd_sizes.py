@@ -35,7 +35,7 @@ def takes(p: Problem, tiles: HopperForwardTiles) -> bool:
     depths, band = (p.qk_dim, p.v_dim), p.mask.band
     if depths != (COLUMNS, COLUMNS) or tiles.kv_tile != ROWS or p.kv_len % ROWS or not known_before_the_call(p):
         return False
-    if tiles.splits > 1 or tiles.cluster > 1:
+    if tiles.splits > 1 or tiles.cluster > 1 or tiles.out_by_values:
         return False
     if band is None:
         return p.kv_len <= _MOST_UNMASKED_KEYS and tiles.first_maximum

@@ -19,6 +19,7 @@ from fast_layers.ops.attention import (
     hopper_bwd_pieces,
     hopper_bwd_scores,
     hopper_call,
+    hopper_fwd_sizes,
     tuned,
 )
 from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS
@@ -640,3 +641,13 @@ def test_the_forward_finds_sizes_where_all_keys_are_seen_and_the_backward_wants_
     query, key = (jax.ShapeDtypeStruct((8, length, 16, depth), dtype) for length in (q_len, kv_len))
     jax.eval_shape(call, query, key, key)
     assert found == [(8, 16, kv_len // 128, 2, 128)] * wanted
+
+
+@pytest.mark.parametrize("by_values", [False, True])
+def test_a_load_warpgroup_that_sends_out_finds_no_sizes(by_values):
+    """As a table of a user's may have it at depth 64."""
+    orders = {"takes_turns": False, "own_spans": True, "last_keys_first": True, "out_by_values": by_values}
+    tiles = HopperForwardTiles(3, 128, stages=3, blocks=HOPPER_SMS, **orders)
+    facts = {"batch": 8, "q_len": 2048, "kv_len": 2048, "heads": 16, "kv_heads": 16, "qk_dim": 64, "v_dim": 64}
+    problem = Problem(**facts, dtype=jnp.dtype(jnp.bfloat16), mask=MaskFacts(Band(None, 0)), scale=0.1)
+    assert hopper_fwd_sizes.takes(problem, tiles) != by_values
