@@ -280,12 +280,12 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         if p.dropout_rate:
             normaliser = normaliser * logits.survived
         sends = not by_values or again is not None  # by itself, and not the load warpgroup
-        if not sends:
-            pass_over(end, block_span.tiles)
-            out_slot = hopper_fwd_out.slot(work, s, warpgroup)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the lse of the piece before
-        else:
+        if sends:
             out_slot = query if s.out_slots is None else s.out_slots.at[warpgroup]
+        else:
+            pass_over(end, block_span.tiles)
+            out_slot = hopper_fwd_out.own_slot(work, s, warpgroup)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the lse of the piece before
         lse_slot = s.row_slots.at[warpgroup]
         out_slot[...] = (out * by_row(normaliser, v_dim)).astype(work.out_dtype)
         lse_slot[...] = lse

@@ -66,7 +66,7 @@ def send(work: Work, s: Any, out_ref: Any, out_index: Any, head: Any, q_index: A
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def slot(work: Work, s: Any, warpgroup: Any) -> Any:
+def own_slot(work: Work, s: Any, warpgroup: Any) -> Any:
     """A compute warpgroup's, for its rows of out, when all have read the values."""
     plgpu.barrier_arrive(s.values_left)
     plgpu.barrier_wait(s.values_left)

@@ -394,16 +394,23 @@ def test_deep_causal_tiles_of_64_keys_have_spans_of_their_own(depths, kv_tile):
     ids=str,
 )
 def test_long_rows_deeper_than_128_hold_queries_in_registers(q_len, kv_len, depths, options, held):
+    chosen = _forward_tiles(q_len, kv_len, depths, jnp.bfloat16, options)
+    assert [tiles.held_columns for tiles in chosen] == [held, held]
+
+
+def _forward_tiles(q_len, kv_len, depths, dtype, options):
+    """By the table, and by the rule."""
+
     def choose(query, key, value):
         inputs, aux, given, _ = api._prepare(query, key, value, **options)
         problem = given.problem(inputs, aux)
-        chosen.append(HopperForwardTiles.of(problem, tuned.find(problem, "forward")).held_columns)
-        chosen.append(HopperForwardTiles.of(problem).held_columns)
+        chosen.append(HopperForwardTiles.of(problem, tuned.find(problem, "forward")))
+        chosen.append(HopperForwardTiles.of(problem))
 
-    chosen: list[int] = []
+    chosen: list[HopperForwardTiles] = []
     shapes = (q_len, depths[0]), (kv_len, depths[0]), (kv_len, depths[1])
-    jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, length, 16, depth), jnp.bfloat16) for length, depth in shapes))
-    assert chosen == [held, held]
+    jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, length, 16, depth), dtype) for length, depth in shapes))
+    return chosen
 
 
 IDS = np.repeat(np.arange(8), 256)[None].repeat(8, 0).astype(np.int32)
@@ -433,15 +440,8 @@ IDS = np.repeat(np.arange(8), 256)[None].repeat(8, 0).astype(np.int32)
     ids=str,
 )
 def test_out_leaves_by_the_slots_of_values_where_that_is_faster(length, depths, dtype, options, by_values):
-    def choose(query, key, value):
-        inputs, aux, given, _ = api._prepare(query, key, value, **options)
-        problem = given.problem(inputs, aux)
-        chosen.append(HopperForwardTiles.of(problem, tuned.find(problem, "forward")).out_by_values)
-        chosen.append(HopperForwardTiles.of(problem).out_by_values)
-
-    chosen: list[bool] = []
-    jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, length, 16, depths[i]), dtype) for i in (0, 0, 1)))
-    assert chosen == [by_values, by_values]
+    chosen = _forward_tiles(length, length, depths, dtype, options)
+    assert [tiles.out_by_values for tiles in chosen] == [by_values, by_values]
 
 
 @pytest.mark.parametrize(
