@@ -268,7 +268,8 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
         made = [kind(wgs, keys, stages, *grid, **order) for wgs, keys, stages, grid, order in choices]
         if depth > 128:
             by_values = [t for t in made if t.blocks and t.q_slots == t.cluster == 1 and not t.takes_turns]
-            made += [dataclasses.replace(t, out_by_values=True) for t in by_values]
+            ways: Any = itertools.product(by_values, (False, True))
+            made += [dataclasses.replace(t, out_by_values=True, spare_values=spare) for t, spare in ways]
     elif kind is HopperBackwardTiles:
         grids = 0, HOPPER_SMS
         leaves = {False, mask != "window" or depth in WIDEST_WINDOW_APART}

@@ -14,16 +14,18 @@ from closeness import assert_close
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from selection import some_each_run
 
-from fast_layers.ops.attention import api, hopper_call, hopper_fwd, hopper_fwd_again, reference
+from fast_layers.ops.attention import api, hopper_call, hopper_fwd, hopper_fwd_again, hopper_fwd_out, reference
 from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
 from simulator.attention import StandIn, draw, forward_tiles, found, judge, nothing_found, only, patched, square
+from simulator.found import tells
 from simulator.mlp import Slip
 
 pytestmark = pytest.mark.simulator
 
 BY_VALUES = {"takes_turns": False, "out_by_values": True}
+SPARE = BY_VALUES | {"spare_values": True}
 # Three rounds of every ring, and more tiles of queries than blocks.
 PERSISTENT = {
     "full, one slot for queries": (Case(batch=1, q_len=256, kv_len=400, heads=2, kv_heads=2), {"q_slots": 1}),
@@ -61,6 +63,17 @@ PERSISTENT = {
         square(384, batch=2, heads=1, kv_heads=1, documents=(200, 100), poisoned_padding=True),
         BY_VALUES,
     ),
+    "values to spare": (
+        Case(batch=1, q_len=300, kv_len=200, heads=3, kv_heads=3, qk_dim=256, v_dim=256),
+        SPARE | {"keys_before_wait": 64},
+    ),
+    "values to spare, a tile of keys": (Case(batch=1, q_len=256, kv_len=64, heads=3, kv_heads=3), SPARE),
+    "values to spare, two tiles of keys": (Case(batch=1, q_len=256, kv_len=128, heads=3, kv_heads=3), SPARE),
+    "values to spare, causal": (square(384, heads=2, kv_heads=2, is_causal=True), SPARE | {"own_spans": True}),
+    "values to spare, padding of NaN": (
+        square(384, batch=2, heads=1, kv_heads=1, documents=(200, 100), poisoned_padding=True),
+        SPARE,
+    ),
 }
 
 
@@ -71,6 +84,8 @@ PERSISTENT_EACH_RUN = {
     "out by values, queries in registers",
     "out by values, causal",
     "out by values, padding of NaN",
+    "values to spare, a tile of keys",
+    "values to spare, causal",
 }
 
 
@@ -327,6 +342,7 @@ HELD = HopperForwardTiles(2, 64, blocks=1, takes_turns=False, held_columns=64)
 
 OUT_BY_VALUES = HopperForwardTiles(2, 64, blocks=1, takes_turns=False, out_by_values=True)
 HELD_BY_VALUES = dataclasses.replace(OUT_BY_VALUES, held_columns=64)
+WITH_SPARE = dataclasses.replace(OUT_BY_VALUES, spare_values=True)
 
 
 # In the text of a causal mask's compute warpgroups, the last wait for keys stands where tiles are passed over.
@@ -337,6 +353,8 @@ FORM_FAULTS = {
     "out sent before it is there": (FORWARD_CASE, StandIn("barrier_wait out_ready"), OUT_BY_VALUES, "read of SMEM"),
     "out over values in use": (FORWARD_CASE, StandIn("barrier_wait values_left"), OUT_BY_VALUES, "write of SMEM"),
     "values over out": (FORWARD_CASE, StandIn("read wait_smem_to_gmem"), OUT_BY_VALUES, "write of SMEM"),
+    "out over values to spare in use": (FORWARD_CASE, StandIn("barrier_wait values_left"), WITH_SPARE, "write of SMEM"),
+    "values to spare over out": (FORWARD_CASE, StandIn("read wait_smem_to_gmem"), WITH_SPARE, "write of SMEM"),
     "queries over those in use": (FORWARD_CASE, StandIn("barrier_wait q_consumed"), OUT_BY_VALUES, "write of SMEM"),
     "held queries' read not committed": (HELD_CASE, StandIn("commit_smem"), HELD_BY_VALUES, "write of SMEM"),
     "a cluster's blocks free their own slots only": (
@@ -385,3 +403,12 @@ FORM_EACH_RUN = {
 def test_planted_fault_of_a_form_of_the_forward_is_found(fault):
     case, stand_in, tiles, access = FORM_FAULTS[fault]
     found(hopper_fwd, fault, {fault: (case, stand_in, access)}, forward_tiles(tiles))
+
+
+def test_first_values_over_the_out_of_the_piece_before_are_found():
+    """With a single tile of keys, for which they wait."""
+    at_once = hopper_fwd_out, "first_values_before_out", lambda work, count: count > 0
+    with patched(forward_tiles(WITH_SPARE), at_once):
+        case = Case(batch=1, q_len=256, kv_len=64, heads=3, kv_heads=3)
+        (sim,) = judge(case, supports=only("forward"), timeout=20.0).simulations[-1:]
+    assert tells(sim, "write of SMEM"), sim.report()

@@ -108,7 +108,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
     If it `measures`, the sizes of keys and values, too.
     """
     qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
-    wgs, ring, kv_tile = tiles.compute_wgs, tiles.stages, tiles.kv_tile
+    wgs, ring, v_ring, kv_tile = tiles.compute_wgs, tiles.stages, tiles.value_stages, tiles.kv_tile
     rounds = _LEAST_ROUNDS if dealt_in_the_call(p) and not p.mask.lengths_only else 0
     backwards, held, split = tiles.last_keys_first, tiles.held_columns, tiles.keys_before_wait
     by_values = tiles.out_by_values
@@ -150,7 +150,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 state = measure.nothing
             turn, steps, *state = each_piece(role, state=state)
             if by_values:
-                hopper_fwd_out.send(work, s, out_ref, *state)
+                hopper_fwd_out.send(work, s, out_ref, steps, *state)
             elif measure is not None:
                 measure.rest(s, steps, tuple(state))
             if judges(mask):
@@ -260,8 +260,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
 
         def pass_over(first, last):
             def free(i, _):
-                slot = lax.rem(steps + i, ring)
-                for ready, consumed in ((s.k_ready, s.k_consumed), (s.v_ready, s.v_consumed)):
+                for ready, consumed, slots in ((s.k_ready, s.k_consumed, ring), (s.v_ready, s.v_consumed, v_ring)):
+                    slot = lax.rem(steps + i, slots)
                     plgpu.barrier_wait(ready.at[slot])
                     plgpu.barrier_arrive(consumed.at[slot])
 
@@ -284,7 +284,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             out_slot = query if s.out_slots is None else s.out_slots.at[warpgroup]
         else:
             pass_over(end, block_span.tiles)
-            out_slot = hopper_fwd_out.own_slot(work, s, warpgroup)
+            out_slot = hopper_fwd_out.own_slot(work, s, warpgroup, steps + block_span.tiles)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the lse of the piece before
         lse_slot = s.row_slots.at[warpgroup]
         out_slot[...] = (out * by_row(normaliser, v_dim)).astype(work.out_dtype)
@@ -335,6 +335,9 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         def slot_of(i):
             return lax.rem(steps + i, ring)
 
+        def value_slot_of(i):
+            return lax.rem(steps + i, v_ring)
+
         def wait_turn():
             if tiles.takes_turns:
                 plgpu.barrier_wait(s.turn.at[warpgroup])
@@ -378,6 +381,11 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 plgpu.wgmma(acc, query.at[:, held:], key.at[:, held:].T)
                 plgpu.wgmma(acc, held_query, key.at[:, :held].T)
 
+        def free_keys(i, slot):
+            plgpu.barrier_arrive(s.k_consumed.at[slot])
+            if by_values:
+                pl.when(i == end - 1)(lambda: plgpu.barrier_arrive(s.q_consumed.at[warpgroup]))
+
         slot = slot_of(begin)
         plgpu.barrier_wait(s.k_ready.at[slot])
         wait_turn()
@@ -388,7 +396,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             return acc[...]
 
         scores = pl.run_scoped(first_scores, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
-        plgpu.barrier_arrive(s.k_consumed.at[slot])
+        free_keys(begin, slot)
         if tiles.first_maximum:
             start = FirstMaximumSoftmax()
         else:
@@ -400,7 +408,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
 
         def step(i, carry):
             state, weights = carry
-            k_slot, v_slot = slot_of(i), slot_of(i - 1)
+            k_slot, v_slot = slot_of(i), value_slot_of(i - 1)
             if not split:
                 plgpu.barrier_wait(s.k_ready.at[k_slot])
             plgpu.barrier_wait(s.v_ready.at[v_slot])
@@ -414,7 +422,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 return plgpu.wgmma_accumulator_load(acc, wait_n=0 if p.dropout_rate else 1)
 
             scores = pl.run_scoped(both_products, plgpu.WGMMAAccumulatorRef((ROWS, kv_tile), jnp.float32))
-            plgpu.barrier_arrive(s.k_consumed.at[k_slot])
+            free_keys(i, k_slot)
             state, next_weights, rescale = softmax_step(state, scores, i)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(s.v_consumed.at[v_slot])
@@ -423,9 +431,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             return state, next_weights
 
         state, weights = lax.fori_loop(begin + 1, end, step, (state, weights))
-        if by_values:
-            plgpu.barrier_arrive(s.q_consumed.at[warpgroup])
-        slot = slot_of(end - 1)
+        slot = value_slot_of(end - 1)
         plgpu.barrier_wait(s.v_ready.at[slot])
         wait_turn()
         plgpu.wgmma(out, weights, s.v_slots.at[slot])
@@ -441,25 +447,24 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
     is_loose = work.is_loose(operands.query)
     q_copies = operands.query.shape[1] if is_loose else 1
     shares_slot = qk_dim == v_dim and work.out_dtype == p.dtype  # out leaves through Q's slot
-    freeing: Any = {"num_arrivals": wgs, "num_barriers": ring}
-    consumed: Any = plgpu.Barrier(**freeing)
+    consumed: Any = functools.partial(plgpu.Barrier, num_arrivals=wgs)
     cluster_options: dict[str, Any] = {}
     if tiles.cluster > 1:
-        consumed = plgpu.ClusterBarrier(collective_axes=("rank",), **freeing)
+        consumed = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",), num_arrivals=wgs)
         cluster_options = {"cluster": (tiles.cluster,), "cluster_names": ("rank",)}
     scratch = {
         "q_slots": smem_tile(tiles.q_slots * wgs, ROWS, qk_dim, dtype=p.dtype),
         "k_slots": smem_tile(ring, kv_tile, qk_dim, dtype=p.dtype),
-        "v_slots": smem_tile(ring, kv_tile, v_dim, dtype=p.dtype),
+        "v_slots": smem_tile(v_ring, kv_tile, v_dim, dtype=p.dtype),
         **({} if shares_slot else {"out_slots": smem_tile(wgs, ROWS, v_dim, dtype=work.out_dtype)}),
         **({"loose_query": plgpu.SMEM((ROWS, qk_dim), p.dtype)} if is_loose else {}),
         "row_slots": plgpu.SMEM((wgs + lookers, ROWS), jnp.float32),
         "q_ready": plgpu.Barrier(num_arrivals=q_copies, num_barriers=tiles.q_slots * wgs),
         "q_consumed": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
         "k_ready": plgpu.Barrier(num_barriers=ring),
-        "v_ready": plgpu.Barrier(num_barriers=ring),
-        "k_consumed": consumed,
-        "v_consumed": consumed,
+        "v_ready": plgpu.Barrier(num_barriers=v_ring),
+        "k_consumed": consumed(num_barriers=ring),
+        "v_consumed": consumed(num_barriers=v_ring),
         "kv_arrived": plgpu.Barrier(num_arrivals=2),
         "again_ready": plgpu.Barrier(),
         "again_freed": plgpu.Barrier(num_arrivals=wgs),

@@ -57,7 +57,8 @@ class HopperForwardTiles:
     with `first_maximum` weights are relative to the maximum of a row's first tile of keys, in bfloat16 alone, whose
     range is float32's, and with nothing given for each score, which might hide a row's first keys by large numbers;
     with it the exponentials of `keys_before_wait` of a tile stay before the wait for out's product, behind which ptxas
-    might move them; with `out_by_values`, at one depth, out leaves by the slots of values instead of Q's.
+    might move them; with `out_by_values`, at one depth, out leaves by the slots of values instead of Q's, and with
+    `spare_values` there is one more, for the first values of the block's next tile of queries.
     """
 
     compute_wgs: int
@@ -74,6 +75,7 @@ class HopperForwardTiles:
     first_maximum: bool = True
     keys_before_wait: int = 0
     out_by_values: bool = False
+    spare_values: bool = False
 
     def __post_init__(self):
         if self.compute_wgs not in (1, 2, 3):
@@ -102,12 +104,18 @@ class HopperForwardTiles:
                 f"{self.out_by_values=}: in a persistent grid, with a slot for queries, one for the values of each "
                 "warpgroup, and neither parts of the keys nor a cluster"
             )
+        if self.spare_values and not self.out_by_values:
+            raise ValueError(f"{self.spare_values=} must be False without out_by_values")
         if self.cluster not in (1, 2) or (self.cluster == 2 and (self.splits > 1 or self.own_spans or self.blocks % 2)):
             raise ValueError(f"{self.cluster=} must be 1 or 2, and 1 with splits, own spans or an odd number of blocks")
 
     @property
     def q_tile(self) -> int:
         return 64 * self.compute_wgs
+
+    @property
+    def value_stages(self) -> int:
+        return self.stages + self.spare_values
 
     @property
     def compute_registers(self) -> int:
@@ -131,8 +139,8 @@ class HopperForwardTiles:
         """Of 16-bit tiles, and of a float32 one where keys are split; the last 2.5 KiB for barriers and row vectors."""
         qk_dim, v_dim = (padded_depth(depth, TMA_COLUMNS) for depth in (qk_dim, v_dim))
         out_bytes = 4 if self.splits > 1 else 0 if qk_dim == v_dim else 2
-        keys = self.stages * self.kv_tile
-        inputs = 2 * ((self.q_slots * self.q_tile + keys) * qk_dim + keys * v_dim)
+        keys, values = self.stages * self.kv_tile, self.value_stages * self.kv_tile
+        inputs = 2 * ((self.q_slots * self.q_tile + keys) * qk_dim + values * v_dim)
         return inputs + out_bytes * self.q_tile * v_dim + (5 << 9)
 
     def packs_in_kernel(self, problem: Problem) -> bool:
@@ -161,7 +169,7 @@ class HopperForwardTiles:
             tiles = cls(1, 64, takes_turns=False)
         pieces = p.batch * p.heads * -(-p.q_len // tiles.q_tile)
         if pieces > MOST_DEALT_PIECES:
-            return dataclasses.replace(tiles, blocks=0, out_by_values=False)
+            return dataclasses.replace(tiles, blocks=0, out_by_values=False, spare_values=False)
         if pieces >= HOPPER_SMS:
             return tiles
         # Three warpgroups' share of the registers has no room for the part's bounds.
@@ -188,6 +196,7 @@ class HopperForwardTiles:
         first_maximum = self.first_maximum and many and p.dtype == jnp.bfloat16 and not p.per_score
         last_keys_first = self.last_keys_first and self.one_ragged_tile(p)
         whole = (sees_all(p) or last_keys_first) and p.kv_len % self.kv_tile == 0
+        by_values = self.out_by_values and p.qk_dim == p.v_dim
         held = whole and p.softcap is None and self.held_columns < p.qk_dim and p.qk_dim % SWIZZLED_COLUMNS == 0
         return dataclasses.replace(
             self,
@@ -198,7 +207,8 @@ class HopperForwardTiles:
             keys_before_wait=self.keys_before_wait if first_maximum else 0,
             cluster=1 if alone else self.cluster,
             takes_turns=self.takes_turns or alone,
-            out_by_values=self.out_by_values and p.qk_dim == p.v_dim,
+            out_by_values=by_values,
+            spare_values=self.spare_values and by_values,
         )
 
     @classmethod
@@ -260,10 +270,16 @@ class HopperForwardTiles:
         if p.v_dim <= 128 and tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES:
             return tiles
         tiles = dataclasses.replace(tiles, kv_tile=64, own_spans=known)
-        longer = known and not windowed and longest > 512
-        if _out_by_values_pays(p) and (sees_all(p) or (p.v_dim > 192 and (longer or in_the_call))):
-            before_wait = 64 if p.v_dim > 192 else 0
-            return dataclasses.replace(tiles, blocks=HOPPER_SMS, keys_before_wait=before_wait, out_by_values=True)
+        dealt = known and not windowed
+        if _out_by_values_pays(p) and (sees_all(p) or dealt or in_the_call):
+            spare = p.v_dim <= 192 if in_the_call else longest <= 2048
+            return dataclasses.replace(
+                tiles,
+                blocks=HOPPER_SMS,
+                keys_before_wait=64 if dealt or p.v_dim > 192 else 0,
+                out_by_values=True,
+                spare_values=spare,
+            )
         gains = longest > 1024 and not 128 < p.v_dim <= 192 and tiles.one_ragged_tile(p)
         # Blocks that are not persistent gain by it, at depth 256 alone: 10 %.
         blocks = 0 if gains and p.v_dim > 192 else blocks

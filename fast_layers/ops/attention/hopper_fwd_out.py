@@ -8,6 +8,8 @@ when it has left, and a block multiplies nothing meanwhile. So they come as soon
     next K(0), K(1)                              the last products; all wait for all (values_left)
     out by TMA  waits out_ready                  out -> slots of values           -> out_ready
     next V(0)                                    the next scores
+
+With `spare_values` there is a slot more, into which V(0) comes before out is sent.
 """
 
 from __future__ import annotations
@@ -32,42 +34,61 @@ def load(
 ) -> tuple[Any, ...]:
     """The load warpgroup's part, keys a tile ahead of values; `s` is the kernel's scratch. `before`: where the out of
     the piece before goes. Gives where this one's does."""
-    stages, count = work.tiles.stages, piece.span.tiles
+    tiles, count = work.tiles, piece.span.tiles
 
-    def load_tile(ref, i, slots, ready, consumed):
-        step, slot = steps + i, lax.rem(steps + i, stages)
-        pl.when(step >= stages)(lambda: plgpu.barrier_wait(consumed.at[slot]))
+    def load_tile(ref, i, ring, slots, ready, consumed):
+        step, slot = steps + i, lax.rem(steps + i, ring)
+        pl.when(step >= ring)(lambda: plgpu.barrier_wait(consumed.at[slot]))
         plgpu.copy_gmem_to_smem(ref, slots.at[slot], ready.at[slot])
 
     def load_key(i):
         key, _ = keys_and_values(work, inputs, piece, work.tile_at(piece.span, i))
-        load_tile(key, i, s.k_slots, s.k_ready, s.k_consumed)
+        load_tile(key, i, tiles.stages, s.k_slots, s.k_ready, s.k_consumed)
 
-    def load_value(i, _):
+    def load_value(i):
         _, value = keys_and_values(work, inputs, piece, work.tile_at(piece.span, i))
-        load_tile(value, i, s.v_slots, s.v_ready, s.v_consumed)
+        load_tile(value, i, tiles.value_stages, s.v_slots, s.v_ready, s.v_consumed)
+
+    def load_both(i, _):
+        load_value(i)
         pl.when(i + 2 < count)(lambda: load_key(i + 2))
 
     load_key(0)
     load_query(work, inputs, s, piece, turn)
     pl.when(count > 1)(lambda: load_key(1))
-    pl.when(turn > 0)(lambda: send(work, s, out_ref, *before))
-    lax.fori_loop(0, count, load_value, None)
+    early = first_values_before_out(work, count)
+    pl.when(early)(lambda: load_value(0))
+    pl.when(turn > 0)(lambda: send(work, s, out_ref, steps, *before))
+    pl.when(jnp.logical_not(early))(lambda: load_value(0))
+    pl.when(count > 2)(lambda: load_key(2))
+    lax.fori_loop(1, count, load_both, None)
     return piece.out_index, piece.head, piece.q_index
 
 
-def send(work: Work, s: Any, out_ref: Any, out_index: Any, head: Any, q_index: Any) -> None:
-    """The load warpgroup, a piece's out; its slots are free for values then."""
+def first_values_before_out(work: Work, count: Any) -> Any:
+    """Whether a piece's first values need not wait until the out of the piece before is sent. But if they are its only
+    ones, its own out goes where that may still be."""
+    return work.tiles.spare_values & (count > 1)
+
+
+def send(work: Work, s: Any, out_ref: Any, steps: Any, out_index: Any, head: Any, q_index: Any) -> None:
+    """The load warpgroup, a piece's out; its slots are free for values then. `steps` as after the piece."""
     plgpu.barrier_wait(s.out_ready)
     for part in range(work.tiles.compute_wgs):
         rows = pl.ds(q_index * work.tiles.q_tile + part * work.rows, work.stored_rows)
-        slot = s.v_slots.at[part, pl.ds(0, work.stored_rows)]
+        slot = _slot(work, s, part, steps).at[pl.ds(0, work.stored_rows)]
         plgpu.copy_smem_to_gmem(slot, out_ref.at[out_index, rows, head, pl.ds(0, work.v_dim)])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def own_slot(work: Work, s: Any, warpgroup: Any) -> Any:
+def own_slot(work: Work, s: Any, warpgroup: Any, steps: Any) -> Any:
     """A compute warpgroup's, for its rows of out, when all have read the values."""
     plgpu.barrier_arrive(s.values_left)
     plgpu.barrier_wait(s.values_left)
-    return s.v_slots.at[warpgroup, pl.ds(0, work.rows)]
+    return _slot(work, s, warpgroup, steps).at[pl.ds(0, work.rows)]
+
+
+def _slot(work: Work, s: Any, warpgroup: Any, steps: Any) -> Any:
+    """Of the last values but that warpgroup's place from the end."""
+    ring = work.tiles.value_stages
+    return s.v_slots.at[lax.rem(steps + ring - work.tiles.compute_wgs + warpgroup, ring)]

@@ -87,6 +87,7 @@ def test_warpgroups_of_the_deep_backward_ask_for_no_more_either():
         (lambda: HopperForwardTiles(2, 64, q_slots=2, blocks=132, out_by_values=True), "out_by_values"),
         (lambda: HopperForwardTiles(2, 64, blocks=132, cluster=2, out_by_values=True), "out_by_values"),
         (lambda: HopperForwardTiles(3, 64, blocks=132, out_by_values=True), "out_by_values"),
+        (lambda: HopperForwardTiles(2, 64, blocks=132, spare_values=True), "spare_values"),
         (lambda: HopperBackwardTiles(96), "q_tile"),
         (lambda: HopperBackwardTiles(64, stages=0), "stages"),
         (lambda: HopperBackwardTiles(64, blocks=-1), "blocks"),
@@ -427,14 +428,15 @@ IDS = np.repeat(np.arange(8), 256)[None].repeat(8, 0).astype(np.int32)
         (2048, (256, 256), jnp.bfloat16, {"softcap": 30.0}, False),
         (2048, (256, 128), jnp.bfloat16, {}, False),
         (2048, (128, 128), jnp.bfloat16, {}, False),
-        (512, (256, 256), jnp.bfloat16, CAUSAL, False),
+        (512, (256, 256), jnp.bfloat16, CAUSAL, True),
         (1024, (256, 256), jnp.bfloat16, CAUSAL, True),
         (2048, (256, 256), jnp.bfloat16, CAUSAL | {"q_offset": 100}, True),
-        (2048, (192, 192), jnp.bfloat16, CAUSAL, False),
+        (2048, (192, 192), jnp.bfloat16, CAUSAL, True),
         (2048, (256, 256), jnp.bfloat16, CAUSAL | {"local_window_size": (512, 0)}, False),
         (2048, (256, 256), jnp.bfloat16, {"key_value_seq_lengths": np.full(8, 2000, np.int32)}, False),
         (2048, (256, 256), jnp.bfloat16, {"segment_ids": IDS}, True),
         (2048, (256, 256), jnp.bfloat16, CAUSAL | {"segment_ids": IDS}, True),
+        (2048, (192, 192), jnp.bfloat16, {"segment_ids": IDS}, True),
         (2048, (256, 256), jnp.bfloat16, {"bias": np.zeros((1, 1, 2048, 2048), np.float32)}, False),
     ],
     ids=str,
@@ -442,6 +444,25 @@ IDS = np.repeat(np.arange(8), 256)[None].repeat(8, 0).astype(np.int32)
 def test_out_leaves_by_the_slots_of_values_where_that_is_faster(length, depths, dtype, options, by_values):
     chosen = _forward_tiles(length, length, depths, dtype, options)
     assert [tiles.out_by_values for tiles in chosen] == [by_values, by_values]
+
+
+@pytest.mark.parametrize(
+    ("length", "depth", "options", "spare"),
+    [
+        (512, 256, {}, True),
+        (2048, 192, {}, True),
+        (4096, 192, {}, False),
+        (2048, 256, CAUSAL, True),
+        (4096, 256, CAUSAL, False),
+        (2048, 256, {"segment_ids": IDS}, False),
+        (2048, 192, CAUSAL | {"segment_ids": IDS}, True),
+        (2048, 192, CAUSAL | {"local_window_size": (512, 0)}, False),
+    ],
+    ids=str,
+)
+def test_values_have_a_slot_to_spare_where_that_is_faster(length, depth, options, spare):
+    chosen = _forward_tiles(length, length, (depth, depth), jnp.bfloat16, options)
+    assert [(tiles.spare_values, tiles.value_stages) for tiles in chosen] == [(spare, 2 + spare)] * 2
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_too_many_pieces_are_left_to_the_hardware(batch, blocks):
     assert HopperForwardTiles.of(problem, HopperForwardTiles(2, 128, blocks=5)).blocks == min(blocks, 5)
     deep = dataclasses.replace(problem, qk_dim=256, v_dim=256, mask=MaskFacts(None))
     tiles = HopperForwardTiles.of(deep)
-    assert (tiles.blocks, tiles.out_by_values) == (blocks, blocks > 0)
+    assert (tiles.blocks, tiles.out_by_values, tiles.spare_values) == (blocks, blocks > 0, blocks > 0)
 
 
 @pytest.mark.parametrize("examples", [1, 3])
