@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closeness import assert_close_over_draws
+from closeness import assert_close, assert_close_over_draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from ops.ssd.cases import Case, build
 
@@ -145,13 +145,11 @@ def test_vmap():
         single = inputs._replace(x=x, dt=dt, B=B, C=C, initial_state=state)
         return grad(dataclasses.replace(problem, batch=1), single, d_out, d_final)
 
-    whole = simulate(lambda inputs, *rest: grad(problem, inputs, *rest), inputs, *rest).check()
     each = [np.asarray(v)[:, None] for v in (inputs.x, inputs.dt, inputs.B, inputs.C, inputs.initial_state, *rest)]
     mapped = simulate(jax.vmap(run), *each).check()
     for name in ("x", "dt", "B", "C", "initial_state"):
-        got, want = (np.asarray(getattr(g, name), np.float32) for g in (mapped, whole))
-        # The wrong example's operands would be off by far more than what XLA rounds differently.
-        np.testing.assert_allclose(got[:, 0], want, rtol=2e-2, atol=2e-2 * np.abs(want).max(), err_msg=name)
+        got, *others = (getattr(g, name) for g in (mapped, built.oracle().grads, *plain_grads(built)))
+        assert_close(got[:, 0], *others, name=name)
 
 
 # Event left out -> what it does, by kernel. Each must be told by the simulator, as a race, a deadlock or broken rules.

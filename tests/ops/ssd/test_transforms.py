@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closeness import assert_bitwise_equal, assert_trees_close
+from closeness import assert_bitwise_equal, assert_close, assert_trees_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -173,12 +173,17 @@ def test_steps_are_the_scan():
 def test_a_step_keeps_the_state_in_its_own_dtype():
     o = build(Case(length=1, heads=4), jnp.bfloat16).operands
     args = (o.x[:, 0], o.dt[:, 0], o.A, o.B[:, 0], o.C[:, 0])
+    options = {"dt_limit": (0.0, 0.05), "return_final_state": True}
+    wide, wide_state = fast_layers.ssd(*(jnp.asarray(x, jnp.float32) for x in o[:5]), **options)
+    want, final = fast_layers.ssd(*o[:5], **options)
     for dtype in (jnp.float32, jnp.bfloat16):
         y, state = fast_layers.ssd_step(jnp.zeros((2, 4, 5, 4), dtype), *args, dt_limit=(0.0, 0.05))
         assert (y.dtype, state.dtype) == (jnp.bfloat16, dtype)
-        want, final = fast_layers.ssd(*o[:5], dt_limit=(0.0, 0.05), return_final_state=True)
-        np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (y, want[:, 0])), rtol=2e-2, atol=1e-3)
-        np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (state, final)), rtol=2e-2, atol=1e-3)
+        assert_close(y, wide[:, 0], want[:, 0])
+        if dtype == jnp.float32:
+            np.testing.assert_allclose(state, wide_state, rtol=1e-5, atol=1e-6)
+        else:
+            assert_close(state, wide_state, final.astype(dtype))
 
 
 @functools.cache
