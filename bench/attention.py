@@ -34,7 +34,7 @@ from bench import options, programs, timing
 from bench import peers as peers_
 from bench.cases import Case, Pass
 from bench.peers import Peer
-from bench.report import Cell, Report, Row, environment, shorten
+from bench.report import NOT_REACHED, Cell, Report, Row, environment, shorten
 
 JSON_NAME = "attention.json"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -104,7 +104,7 @@ def build_all(
         try:
             built[at] = future.result(None if clock.limit is None else max(0.0, clock.left))
         except concurrent.futures.TimeoutError:
-            built[at] = None, "not reached: the time limit came while it was compiled"
+            built[at] = None, f"{NOT_REACHED}: the time limit came while it was compiled"
     pool.shutdown(wait=False, cancel_futures=True)
     return built
 
@@ -136,7 +136,7 @@ def measure_cell(
             row.refused = f"needs {temp_bytes / 2**30:.1f} GiB, free are {bytes_free() / 2**30:.1f} GiB"
             continue
         if clock.left <= 0:
-            row.refused = "not reached: the time limit"
+            row.refused = f"{NOT_REACHED}: the time limit"
             continue
         if peer.name in ("fast_layers", "again"):
             row.backend = peers_.automatic_backend(case, pass_)
@@ -315,6 +315,8 @@ def main(argv: list[str] | None = None) -> None:
         plots.roofline(report, roofline)
         drawn = plots.bars(report, bars)
         print(f"wrote {path}, {roofline.name} and {bars.name if drawn else 'no bars, since nothing was timed'}")
+    if report.ours_failed:
+        raise SystemExit("bench attention: fast_layers was timed in no cell; the reasons stand above")
 
 
 if __name__ == "__main__":

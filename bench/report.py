@@ -233,6 +233,9 @@ class Cell:
         return "\n".join([head, *lines])
 
 
+NOT_REACHED = "not reached"
+
+
 def shorten(text: str, length: int) -> str:
     """The beginning and the end: a wrapped traceback has its reason last."""
     half = length // 2
@@ -262,6 +265,13 @@ class Report:
                 if cell.group_and_pass[0] in ("d64", "d128", "d256"):
                     groups.setdefault(f"main {cell.group_and_pass[1]}", []).append(cell.ratio)
         return {name: geometric_mean(ratios) for name, ratios in groups.items()}
+
+    @property
+    def ours_failed(self) -> bool:
+        """Whether fast_layers' turn came and it was timed nowhere."""
+        refusals = [row.refused for cell in self.cells for row in cell.rows if row.ours]
+        reached = [refused for refused in refusals if not (refused or "").startswith(NOT_REACHED)]
+        return bool(reached) and None not in reached
 
     def as_json(self) -> dict[str, Any]:
         return {

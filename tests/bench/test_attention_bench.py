@@ -192,6 +192,15 @@ def test_a_failing_peer_is_listed_with_its_reason_and_a_wrong_one_does_not_count
     assert "refused: raises: KeyError" in report.summary()
 
 
+def test_a_run_in_which_fast_layers_was_timed_nowhere_fails(monkeypatch, capsys):
+    theirs, ours = here("jax.nn xla", "fast_layers")
+    there = [theirs, dataclasses.replace(ours, attend=raises)]
+    monkeypatch.setattr(peers, "find", lambda **options: (there, {}))
+    with pytest.raises(SystemExit, match="fast_layers was timed in no cell"):
+        attention.main(["--cases", "16x2", "--passes", "forward", "--repeats", "1", "--depth", "16"])
+    assert "refused: fast_layers: KeyError: 'this peer knows no heads'" in capsys.readouterr().out
+
+
 def test_the_backward_is_checked_and_timed_alone(report, monkeypatch):
     """A peer whose forward is right and whose gradients are not."""
 
