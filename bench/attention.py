@@ -17,6 +17,7 @@ import concurrent.futures
 import datetime
 import itertools
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -169,8 +170,17 @@ def input_sets(case: Case) -> list[list[jax.Array]]:
     return jax.block_until_ready([peers_.make_inputs(case, seed) for seed in range(sets)])
 
 
-def measure_roofs(watch: timing.Stopwatch) -> dict[str, float]:
-    """A large matmul in bfloat16, and a large elementwise kernel that reads and writes each byte once."""
+def copied_mebibytes(cases: Iterable[Case]) -> list[int]:
+    """What the calls move whose speed is told in bytes, where that is so little that a kernel's start and end show."""
+    sizes = {round(case.bytes("forward") / 2**20) for case in cases if case.q_len != case.kv_len}
+    return sorted(size for size in sizes if 1 <= size <= 300)
+
+
+def measure_roofs(watch: timing.Stopwatch, copies: Iterable[int] = ()) -> dict[str, float]:
+    """A large matmul in bfloat16, and a large elementwise kernel that reads and writes each byte once.
+
+    Such kernels of `copies` MiB in all, too, over arrays that together are more than the cache holds.
+    """
     size, words = (8192, 2**29) if timing.on_gpu() else (512, 2**22)
     a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
     x = jnp.arange(words, dtype=jnp.int32)
@@ -180,7 +190,15 @@ def measure_roofs(watch: timing.Stopwatch) -> dict[str, float]:
         roughly = watch.warm_up(compiled, [arguments])
         taken = [each for _ in range(3) for each in watch.seconds(compiled, [arguments], roughly)[0]]
         best[name] = sorted(taken)[len(taken) // 2]
-    return {"matmul TFLOP/s": 2 * size**3 * 1e-12 / best["matmul"], "copy GB/s": 2 * 4 * words * 1e-9 / best["copy"]}
+    roofs = {"matmul TFLOP/s": 2 * size**3 * 1e-12 / best["matmul"], "copy GB/s": 2 * 4 * words * 1e-9 / best["copy"]}
+    del a, b, x
+    for mebibytes in copies:
+        moved = mebibytes * 2**20
+        sets = [(jnp.full(moved // 8, i, jnp.int32),) for i in range(max(1, int(CACHE_BYTES / moved) + 1))]
+        compiled = jax.jit(lambda x: x ^ 1).lower(*sets[0]).compile()
+        taken, _ = watch.seconds(compiled, sets, watch.warm_up(compiled, sets))
+        roofs[f"copy GB/s, {mebibytes} MiB"] = moved * 1e-9 / statistics.median(taken)
+    return roofs
 
 
 def run(
@@ -196,8 +214,8 @@ def run(
 ) -> Report:
     """Measure; `report` is filled, and written after each cell."""
     clock = clock or Clock(None)
-    watch = timing.Stopwatch()
-    report.roofs = measure_roofs(watch)
+    watch, cases = timing.Stopwatch(), list(cases)
+    report.roofs = measure_roofs(watch, copied_mebibytes(cases))
     cells: list[tuple[Case, Pass]] = [(case, pass_) for case in cases for pass_ in case.passes if pass_ in passes]
     # As many cells at a time as keep the compiling threads busy: nothing compiles while something is timed.
     chunk = max(1, 2 * jobs // max(1, len(peers)))

@@ -89,6 +89,14 @@ def test_documents_cover_the_tokens_and_differ_in_length():
     assert len(set(lengths)) == PACKED.documents == len(lengths)
 
 
+def test_small_copies_stand_beside_calls_that_move_as_much():
+    few = [cases.decode(1, q_len, kv_len) for kv_len in (2048, 16_384, 131_072) for q_len in (1, 16)]
+    assert attention.copied_mebibytes([*few, *cases.GROUPS["d128"]]) == [8, 64]
+    roofs = attention.measure_roofs(timing.Stopwatch(), [2])
+    assert set(roofs) == {"matmul TFLOP/s", "copy GB/s", "copy GB/s, 2 MiB"}
+    assert min(roofs.values()) > 0
+
+
 def test_the_grid_is_whole():
     main = cases.select(["main"], depth=64, dtype="float32")
     assert len(main) == 3 * 6 * 2
