@@ -276,11 +276,25 @@ def test_window_on_whole_tiles(backend):
     refusals.settle(backend, table)
 
 
+# More pieces than blocks, whose out Hopper's forward sends by the slots of values, with and without one to spare.
+_DEEP = Case(batch=2, q_len=1152, kv_len=1152, heads=8, kv_heads=8, qk_dim=192, v_dim=192)
+_DEEPEST = dataclasses.replace(_DEEP, qk_dim=256, v_dim=256)
+DEEP = {
+    "256": dataclasses.replace(_DEEPEST, kv_len=1024, kv_heads=4),
+    "256, causal, 2,304 rows": dataclasses.replace(_DEEPEST, q_len=2304, kv_len=2304, is_causal=True),
+    "256, causal documents": dataclasses.replace(_DEEPEST, documents=(500, 3, 600), is_causal=True),
+    "192": _DEEP,
+    "192, causal": dataclasses.replace(_DEEP, is_causal=True),
+    "192, documents, padding of NaN": dataclasses.replace(_DEEP, documents=(500, 3, 600), poisoned_padding=True),
+    "192, a single tile of keys": dataclasses.replace(_DEEP, kv_len=64),
+    "160, causal": dataclasses.replace(_DEEP, qk_dim=160, v_dim=160, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
 @pytest.mark.parametrize("backend", KERNELS)
-def test_long_rows_of_depth_256(backend):
-    """Of which Hopper's forward holds a quarter of the queries in registers."""
-    case = Case(batch=2, q_len=1152, kv_len=1024, heads=8, kv_heads=4, qk_dim=256, v_dim=256)
-    table = check_parity(backends=[backend], cases={"long rows": case}, dtypes=[jnp.bfloat16])
+def test_many_pieces_of_depths_over_128(backend, name):
+    table = check_parity(backends=[backend], cases={name: DEEP[name]}, dtypes=[jnp.bfloat16])
     refusals.settle(backend, table)
 
 
