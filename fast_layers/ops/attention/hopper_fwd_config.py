@@ -37,6 +37,24 @@ def _keys_seen(problem: Problem, queries: int) -> int:
     return min(keys, band.high - band.low + queries)
 
 
+def _is_causal(problem: Problem) -> bool:
+    band = problem.mask.band
+    return band is not None and band.high is not None
+
+
+def _is_windowed(problem: Problem) -> bool:
+    band = problem.mask.band
+    return band is not None and band.low is not None
+
+
+def _is_persistent(problem: Problem) -> bool:
+    """Of depths up to 128: whether blocks take several tiles of queries."""
+    p = problem
+    if _is_causal(p):
+        return known_before_the_call(p) or dealt_in_the_call(p)
+    return dealt_in_the_call(p) or p.kv_len <= 4096
+
+
 def _out_by_values_pays(problem: Problem) -> bool:
     """Of a forward deeper than 128, as measured: with `first_maximum`, whose steps are short."""
     p = problem
@@ -229,56 +247,66 @@ class HopperForwardTiles:
         return next((t for t in deeper if t.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES), tiles)
 
     @classmethod
-    def _of_many_rows(cls, problem: Problem) -> HopperForwardTiles:
-        p = problem
+    def _of_many_rows(cls, p: Problem) -> HopperForwardTiles:
+        """As measured on H200s, 2026-11-22 to 28: bench/NOTES.md.
+
+        A persistent grid hides a block's start, which short rows feel. Tiles of unequal length are dealt out evenly,
+        when tracing or, of a mask of arrays, in the call.
+        """
         deepest = max(p.qk_dim, p.v_dim)
-        causal = p.mask.band is not None and p.mask.band.high is not None
-        longest = max(p.q_len, p.kv_len)
-        # Measured on H200s, 2026-11-22 and 23: bench/NOTES.md. A persistent grid hides a block's start, which short
-        # rows feel. Tiles of unequal length are dealt out evenly, when tracing or, of a mask of arrays, in the call.
-        in_the_call, known = dealt_in_the_call(p), causal and known_before_the_call(p)
-        deals = known or in_the_call
-        windowed = p.mask.band is not None and p.mask.band.low is not None
-        persistent = deals or (not causal and p.kv_len <= 4096)
-        blocks = HOPPER_SMS if persistent else 0
         if deepest <= 64:
-            orders = {"takes_turns": False, "own_spans": True, "last_keys_first": True, "keys_before_wait": 64}
-            own = cls(3, 128, 3, 2, HOPPER_SMS, **orders)
-            gains = own.one_ragged_tile(p) or (windowed and _keys_seen(p, 128) <= 1152)
-            if known and (longest <= 512 or (longest > 1024 and gains)):
-                return own
-            if causal and longest <= 1024:
-                turns = longest > 512
-                return cls(2, 128, 3, 2, HOPPER_SMS, takes_turns=turns, last_keys_first=True, keys_before_wait=32)
-            if p.mask.interval_arrays or p.per_score:  # the mask's registers do not fit in three warpgroups' share
-                return cls(2, 128, stages=3, q_slots=2 if in_the_call else 1, blocks=HOPPER_SMS if in_the_call else 0)
-            if sees_all(p):
-                return cls(3, 128, 3, 2, HOPPER_SMS, takes_turns=False, keys_before_wait=16)
-            return cls(3, 128, stages=3, q_slots=2 if persistent else 1, blocks=blocks)
-        if deepest <= 128:
-            if p.dropout_rate:
-                return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row
-            if sees_all(p):
-                return cls(2, 128, q_slots=2, blocks=HOPPER_SMS, takes_turns=False, cluster=2)
-            tiles = cls(2, 128, q_slots=2 if persistent else 1, blocks=blocks, last_keys_first=longest > 1024)
-            gains = tiles.last_keys_first and tiles.one_ragged_tile(p)
-            return dataclasses.replace(
-                tiles, takes_turns=not (in_the_call or gains), keys_before_wait=32 if gains else 0
-            )
-        blocks = HOPPER_SMS if deals else 0
+            return cls._of_depth_64(p)
+        return cls._of_depth_128(p) if deepest <= 128 else cls._of_deeper(p)
+
+    @classmethod
+    def _of_depth_64(cls, p: Problem) -> HopperForwardTiles:
+        longest, known = max(p.q_len, p.kv_len), _is_causal(p) and known_before_the_call(p)
+        orders = {"takes_turns": False, "own_spans": True, "last_keys_first": True, "keys_before_wait": 64}
+        own = cls(3, 128, 3, 2, HOPPER_SMS, **orders)
+        gains = own.one_ragged_tile(p) or (_is_windowed(p) and _keys_seen(p, 128) <= 1152)
+        if known and (longest <= 512 or (longest > 1024 and gains)):
+            return own
+        if _is_causal(p) and longest <= 1024:
+            turns = longest > 512
+            return cls(2, 128, 3, 2, HOPPER_SMS, takes_turns=turns, last_keys_first=True, keys_before_wait=32)
+        if p.mask.interval_arrays or p.per_score:  # the mask's registers do not fit in three warpgroups' share
+            dealt = dealt_in_the_call(p)
+            return cls(2, 128, stages=3, q_slots=2 if dealt else 1, blocks=HOPPER_SMS if dealt else 0)
+        if sees_all(p):
+            return cls(3, 128, 3, 2, HOPPER_SMS, takes_turns=False, keys_before_wait=16)
+        persistent = _is_persistent(p)
+        return cls(3, 128, stages=3, q_slots=2 if persistent else 1, blocks=HOPPER_SMS if persistent else 0)
+
+    @classmethod
+    def _of_depth_128(cls, p: Problem) -> HopperForwardTiles:
+        if p.dropout_rate:
+            return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row
+        if sees_all(p):
+            return cls(2, 128, q_slots=2, blocks=HOPPER_SMS, takes_turns=False, cluster=2)
+        persistent = _is_persistent(p)
+        tiles = cls(2, 128, q_slots=2 if persistent else 1, blocks=HOPPER_SMS if persistent else 0)
+        tiles = dataclasses.replace(tiles, last_keys_first=max(p.q_len, p.kv_len) > 1024)
+        gains = tiles.last_keys_first and tiles.one_ragged_tile(p)
+        turns = not (dealt_in_the_call(p) or gains)
+        return dataclasses.replace(tiles, takes_turns=turns, keys_before_wait=32 if gains else 0)
+
+    @classmethod
+    def _of_deeper(cls, p: Problem) -> HopperForwardTiles:
+        longest, causal, in_the_call = max(p.q_len, p.kv_len), _is_causal(p), dealt_in_the_call(p)
+        known = causal and known_before_the_call(p)
+        blocks = HOPPER_SMS if known or in_the_call else 0
         tiles = cls(2, 128, takes_turns=False, blocks=blocks)
         if p.v_dim <= 128 and tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES:
             return tiles
         tiles = dataclasses.replace(tiles, kv_tile=64, own_spans=known)
-        dealt = known and not windowed
+        dealt = known and not _is_windowed(p)
         if _out_by_values_pays(p) and (sees_all(p) or dealt or in_the_call):
-            spare = p.v_dim <= 192 if in_the_call else longest <= 2048
             return dataclasses.replace(
                 tiles,
                 blocks=HOPPER_SMS,
                 keys_before_wait=64 if dealt or p.v_dim > 192 else 0,
                 out_by_values=True,
-                spare_values=spare,
+                spare_values=p.v_dim <= 192 if in_the_call else longest <= 2048,
             )
         gains = longest > 1024 and not 128 < p.v_dim <= 192 and tiles.one_ragged_tile(p)
         # Blocks that are not persistent gain by it, at depth 256 alone: 10 %.
