@@ -182,22 +182,20 @@ def measure_roofs(watch: timing.Stopwatch, copies: Iterable[int] = ()) -> dict[s
     Such kernels of `copies` MiB in all, too, over arrays that together are more than the cache holds.
     """
     size, words = (8192, 2**29) if timing.on_gpu() else (512, 2**22)
+
+    def seconds(call, sets) -> float:
+        compiled = jax.jit(call).lower(*sets[0]).compile()
+        roughly = watch.warm_up(compiled, sets)
+        return statistics.median(each for _ in range(3) for each in watch.seconds(compiled, sets, roughly)[0])
+
+    def copied(words: int, sets: int) -> float:
+        return 8e-9 * words / seconds(lambda x: x ^ 1, [(jnp.full(words, i, jnp.int32),) for i in range(sets)])
+
     a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
-    x = jnp.arange(words, dtype=jnp.int32)
-    best = {}
-    for name, call, arguments in (("matmul", jnp.matmul, (a, b)), ("copy", lambda x: x ^ 1, (x,))):
-        compiled = jax.jit(call).lower(*arguments).compile()
-        roughly = watch.warm_up(compiled, [arguments])
-        taken = [each for _ in range(3) for each in watch.seconds(compiled, [arguments], roughly)[0]]
-        best[name] = sorted(taken)[len(taken) // 2]
-    roofs = {"matmul TFLOP/s": 2 * size**3 * 1e-12 / best["matmul"], "copy GB/s": 2 * 4 * words * 1e-9 / best["copy"]}
-    del a, b, x
+    roofs = {"matmul TFLOP/s": 2e-12 * size**3 / seconds(jnp.matmul, [(a, b)]), "copy GB/s": copied(words, 1)}
     for mebibytes in copies:
         moved = mebibytes * 2**20
-        sets = [(jnp.full(moved // 8, i, jnp.int32),) for i in range(max(1, int(CACHE_BYTES / moved) + 1))]
-        compiled = jax.jit(lambda x: x ^ 1).lower(*sets[0]).compile()
-        taken, _ = watch.seconds(compiled, sets, watch.warm_up(compiled, sets))
-        roofs[f"copy GB/s, {mebibytes} MiB"] = moved * 1e-9 / statistics.median(taken)
+        roofs[f"copy GB/s, {mebibytes} MiB"] = copied(moved // 8, int(CACHE_BYTES / moved) + 1)
     return roofs
 
 

@@ -25,13 +25,12 @@ from fast_layers.ops.attention import (
     forward_parts,
 )
 from fast_layers.ops.attention.blackwell_config import BlackwellBackwardTiles, BlackwellForwardTiles
-from fast_layers.ops.attention.problem import Residuals
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
 from simulator.attention import judge, only
 from simulator.blackwell_attention import BLACKWELL, Without, forward_tiles, patched, without
 from simulator.found import tells
-from simulator.rounded import assert_rounded
+from simulator.rounded import assert_rounded, check_broken_inputs, op_and_gradients
 from simulator.test_hopper_attention import CASES
 from simulator.test_hopper_attention_per_score import FAULTY
 
@@ -208,38 +207,16 @@ def test_maximum_that_grows_late_is_still_exact():
 
 @pytest.mark.exhaustive
 def test_a_broken_input_reaches_who_sees_it_and_nobody_else():
-    """One example each: a query, a key and a value with NaN or inf, in the second of three documents."""
-    rng = np.random.default_rng(0)
-    query, key, value, d_out = (jnp.asarray(rng.normal(size=(3, 100, 2, 64)), jnp.float16) for _ in range(4))
-    query = query.at[0, 55, 0, 3].set(jnp.nan)
-    key = key.at[1, 60, 1, 63].set(jnp.nan)
-    value = value.at[2, 51, 0, 0].set(jnp.inf)
-
-    def both(backend, query, key, value, d_out):
-        ids = np.repeat([0, 1, 2], [50, 30, 20])
-        inputs, aux, options, _ = api._prepare(query, key, value, segment_ids=ids)
-        problem = options.problem(inputs, aux)
-        out, lse = backend.forward(problem, inputs, aux)
-        grads = backend.backward(problem, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse))
-        return {"out": out, "lse": lse[..., None], "dq": grads.query, "dk": grads.key, "dv": grads.value}
-
-    got = simulate(functools.partial(both, blackwell_call), query, key, value, d_out).check()
-    assert all(not np.isfinite(x).all() for x in got.values())
-    assert_rounded(got, both, query, key, value, d_out)
+    check_broken_inputs(blackwell_call, kv_heads=2)
 
 
 def test_vmap_with_shared_keys():
     """As the xla backend; the wrong example's operands would be off by far more than rounding."""
     query, key, value, d_out = _operands(length=100)
 
-    def both(backend, query, key, value, d_out):
-        inputs, aux, options, _ = api._prepare(query, key, value, is_causal=True)
-        problem = options.problem(inputs, aux)
-        out, lse = backend.forward(problem, inputs, aux)
-        return out, lse, backend.backward(problem, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse))
-
     def mapped(backend, *operands):
-        return jax.vmap(functools.partial(both, backend), (0, None, None, None))(*operands)
+        both = functools.partial(op_and_gradients, backend, is_causal=True)
+        return jax.vmap(both, (0, None, None, None))(*operands)
 
     operands = jnp.stack([query, 2 * query]), key, value, d_out
     assert_rounded(simulate(functools.partial(mapped, blackwell_call), *operands).check(), mapped, *operands)

@@ -14,13 +14,12 @@ import pytest
 from selection import some_each_run
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
-from fast_layers.ops.attention import api, hopper_bwd, hopper_call, tile_mask
+from fast_layers.ops.attention import hopper_bwd, hopper_call, tile_mask
 from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
-from fast_layers.ops.attention.problem import Residuals
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
 from simulator.attention import draw, forward_tiles, judge, patched, square
-from simulator.rounded import assert_rounded
+from simulator.rounded import assert_rounded, check_broken_inputs, op_and_gradients
 
 pytestmark = pytest.mark.simulator
 
@@ -103,40 +102,18 @@ def test_float16(name):
 
 
 def test_a_broken_input_reaches_who_sees_it_and_nobody_else():
-    """One example each, two heads on one: a query, a key, a value with NaN or inf, in the second of three documents."""
-    query, key, value, d_out = draw(batch=3)
-    key, value = key[:, :, :1], value[:, :, :1]
-    query = query.at[0, 55, 0, 3].set(jnp.nan)
-    key = key.at[1, 60, 0, 63].set(jnp.nan)
-    value = value.at[2, 51, 0, 0].set(jnp.inf)
-
-    def both(backend, query, key, value, d_out):
-        ids = np.repeat([0, 1, 2], [50, 30, 20])
-        inputs, aux, options, _ = api._prepare(query, key, value, segment_ids=ids)
-        problem = options.problem(inputs, aux)
-        out, lse = backend.forward(problem, inputs, aux)
-        grads = backend.backward(problem, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse))
-        return {"out": out, "lse": lse[..., None], "dq": grads.query, "dk": grads.key, "dv": grads.value}
-
-    got = simulate(functools.partial(both, hopper_call), query, key, value, d_out).check()
-    assert all(not np.isfinite(x).all() for x in got.values())
-    assert_rounded(got, both, query, key, value, d_out)
+    check_broken_inputs(hopper_call, kv_heads=1)
 
 
 class TestVmap:
     """As the xla backend under vmap; the wrong example's operands would be off by far more than rounding."""
 
-    @staticmethod
-    def _both(backend, options, query, key, value, d_out, sinks=None):
-        inputs, aux, given, _ = api._prepare(query, key, value, sinks=sinks, is_causal=True, **options)
-        problem = given.problem(inputs, aux)
-        out, lse = backend.forward(problem, inputs, aux)
-        residuals = Residuals(inputs, aux, out, lse)
-        return out, lse, backend.backward(problem, residuals, d_out.reshape(out.shape), jnp.zeros_like(lse))
-
     def _check(self, in_axes, *args, **options):
         def mapped(backend, *args):
-            return jax.vmap(functools.partial(self._both, backend, options), in_axes)(*args)
+            def both(query, key, value, d_out, sinks=None):
+                return op_and_gradients(backend, query, key, value, d_out, sinks=sinks, is_causal=True, **options)
+
+            return jax.vmap(both, in_axes)(*args)
 
         assert_rounded(simulate(functools.partial(mapped, hopper_call), *args).check(), mapped, *args)
 

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fast_layers.ops.attention import api, hopper_bias_grad, hopper_call
-from fast_layers.ops.attention.problem import Residuals
+from fast_layers.ops.attention import hopper_bias_grad, hopper_call
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
 from simulator.attention import StandIn, changed, judge, only
 from simulator.found import tells
-from simulator.rounded import assert_rounded
+from simulator.rounded import assert_rounded, op_and_gradients
 
 pytestmark = pytest.mark.simulator
 
@@ -83,10 +82,7 @@ def test_vmap_over_examples_with_a_bias_closed_over():
 
     def gradients(backend, bias, *operands):
         def of_one(query, key, value, d_out):
-            inputs, aux, options, _ = api._prepare(query, key, value, bias)
-            problem = options.problem(inputs, aux)
-            out, lse = backend.forward(problem, inputs, aux)
-            return out, backend.backward(problem, Residuals(inputs, aux, out, lse), d_out, jnp.zeros_like(lse))
+            return op_and_gradients(backend, query, key, value, d_out, bias)
 
         return jax.vmap(of_one)(*operands)
 
