@@ -1,7 +1,7 @@
 """The cases of the attention benchmark, and what each costs at the least: FLOPs and bytes.
 
-B examples, T queries, S keys, N query heads, K key/value heads, D depth. FLOPs count the two matmuls of the forward
-over the pairs (query, key) that see each other, and 2.5 times as many for the backward (five matmuls). A causal mask
+B examples, T queries, S keys, N query heads, K key/value heads, D depth, and D/H where values have H. FLOPs count the
+two matmuls of the forward over the pairs (query, key) that see each other, and the five of the backward. A causal mask
 alone counts as half of the square, as publications do; every other mask counts its pairs exactly. Bytes count each
 input read once and each output written once.
 """
@@ -22,7 +22,12 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 TILE = 128
 MOST_LENGTH = 2**24
 """For which a mask's keys of each query are counted on the host."""
-FLOPS_OF_PASS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}
+PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "forward+backward": (4, 3)}
+"""Of a pass, over the depth of queries and keys, and over that of values."""
+
+
+def depths_name(depth: int, v_depth: int) -> str:
+    return f"D{depth}" if depth == v_depth else f"D{depth}/{v_depth}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Case:
     padded: bool = False
     softcap: float | None = None
     dtype: str = "bfloat16"
+    v_depth: int | None = None
+    """Of values and out; None is `depth`."""
     passes: tuple[Pass, ...] = ("forward", "backward")
 
     def __post_init__(self):
@@ -62,10 +69,15 @@ class Case:
         return ", ".join(words)
 
     @property
+    def depths(self) -> tuple[int, int]:
+        """Of queries and keys, and of values and out."""
+        return self.depth, self.v_depth or self.depth
+
+    @property
     def name(self) -> str:
         length = f"T{self.q_len}" if self.q_len == self.kv_len else f"T{self.q_len} S{self.kv_len}"
         heads = f"N{self.heads}" if self.heads == self.kv_heads else f"N{self.heads}/{self.kv_heads}"
-        return f"B{self.batch} {length} {heads} D{self.depth} {self.mask}"
+        return f"B{self.batch} {length} {heads} {depths_name(*self.depths)} {self.mask}"
 
     def lengths(self) -> np.ndarray | None:
         """Tokens of each example [B], from half of T up to all of it."""
@@ -129,15 +141,18 @@ class Case:
         return self.causal and square and not (self.window or self.documents > 1 or self.padded)
 
     def flops(self, pass_: Pass) -> float:
-        return FLOPS_OF_PASS[pass_] * 4 * self.visible_pairs() * self.heads * self.depth
+        each_pair = sum(2 * count * depth for count, depth in zip(PRODUCTS[pass_], self.depths, strict=True))
+        return each_pair * self.visible_pairs() * self.heads
 
     def bytes(self, pass_: Pass) -> int:
-        of_query = self.batch * self.q_len * self.heads * self.depth
-        of_key = self.batch * self.kv_len * self.kv_heads * self.depth
+        # Of either pair, as many bytes: Q and out, whose gradients are dQ and dO, and K and V.
+        both = sum(self.depths)
+        of_queries = self.batch * self.q_len * self.heads * both
+        of_keys = self.batch * self.kv_len * self.kv_heads * both
         elements = {
-            "forward": 2 * of_query + 2 * of_key,
-            "backward": 4 * of_query + 4 * of_key,
-            "forward+backward": 5 * of_query + 6 * of_key,
+            "forward": of_queries + of_keys,
+            "backward": 2 * of_queries + 2 * of_keys,
+            "forward+backward": 2 * of_queries + of_queries * self.depths[1] // both + 3 * of_keys,
         }[pass_]
         return elements * np.dtype(np.float32 if self.dtype == "float32" else np.float16).itemsize
 
@@ -169,6 +184,11 @@ GROUPS: dict[str, list[Case]] = {
     "d64": _main(64),
     "d256": _main(256),
     "gqa": _gqa(),
+    "mla": [
+        square("mla", 192, t, heads=16, v_depth=128, causal=causal)
+        for t in (16_384, 4096, 1024)
+        for causal in (True, False)
+    ],
     "window": [square("window", 128, t, causal=True, window=1024) for t in (16_384, 4096)],
     "packed": [square("packed", 128, TOKENS, causal=causal, documents=8) for causal in (True, False)],
     "lengths": [square("lengths", 128, 2048, causal=causal, padded=True) for causal in (True, False)],
@@ -204,6 +224,7 @@ TINY: list[Case] = [
     _tiny(causal=True, documents=4),
     _tiny(padded=True),
     _tiny(causal=True, softcap=5.0),
+    _tiny(causal=True, v_depth=8),
     dataclasses.replace(decode(2, 4, 256), group="tiny", heads=4, kv_heads=2, depth=16),
 ]
 """For a CPU: every kind of case, none of them worth timing."""

@@ -105,9 +105,9 @@ def _refuse_in_any_order(case: Case, pass_: Pass) -> str | None:
 @functools.cache
 def automatic_backend(case: Case, pass_: Pass) -> str:
     """What fast_layers takes by itself for this pass (for "forward+backward": for the backward)."""
-    q, k = (jax.ShapeDtypeStruct(shape, case.dtype) for shape in shapes(case)[:2])
+    q, k, v, _ = (jax.ShapeDtypeStruct(shape, case.dtype) for shape in shapes(case))
     extras = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in extras_of(case).items()}
-    (plan,) = fast_layers.explain(functools.partial(_ours, None, case), q, k, k, extras).plans
+    (plan,) = fast_layers.explain(functools.partial(_ours, None, case), q, k, v, extras).plans
     backend = plan.choices("forward" if pass_ == "forward" else "backward")[0].backend
     return "none" if backend is None else backend.name
 
@@ -139,7 +139,11 @@ def _refuse_same_bits(case: Case, pass_: Pass) -> str | None:
 
 
 def _refuse_jax_nn(case: Case, pass_: Pass) -> str | None:
-    return "jax.nn.dot_product_attention has no softcap" if case.softcap else None
+    if case.softcap:
+        return "jax.nn.dot_product_attention has no softcap"
+    if len(set(case.depths)) > 1:
+        return "jax.nn.dot_product_attention takes values of the keys' depth only"
+    return None
 
 
 def _tokamax(implementation: Any, tune: bool, case: Case, q, k, v, extras):
@@ -179,9 +183,10 @@ def _refuse_mgpu(block_kv: int, case: Case, pass_: Pass) -> str | None:
         return "jax's attention_mgpu takes causal and full only"
     if case.causal and pass_ != "forward":
         return "jax's attention_mgpu has no causal backward"
-    blocks = _MGPU_BLOCKS.get(case.depth, ())
+    depth, v_depth = case.depths
+    blocks = _MGPU_BLOCKS.get(depth, ()) if depth == v_depth else ()
     if block_kv not in blocks:
-        return f"block_kv={block_kv} is not for D={case.depth} (shared memory; {blocks or 'no blocks'} are)"
+        return f"block_kv={block_kv} is not for depths {case.depths} (shared memory; {blocks or 'no blocks'} are)"
     if pass_ != "forward" and block_kv != blocks[0]:
         return f"block_kv={block_kv} concerns the forward only"
     return None
@@ -230,7 +235,8 @@ def shapes(case: Case) -> tuple[tuple[int, ...], ...]:
     """Of query, key, value and the output's gradient."""
     query = (case.batch, case.q_len, case.heads, case.depth)
     key = (case.batch, case.kv_len, case.kv_heads, case.depth)
-    return query, key, key, query
+    v_depth = case.depths[1]
+    return query, key, (*key[:3], v_depth), (*query[:3], v_depth)
 
 
 def importable(name: str) -> bool:

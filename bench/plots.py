@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
 
+from bench.cases import depths_name
 from bench.report import Cell, Report
 
 COLUMNS = 4
@@ -43,7 +44,8 @@ def bars(report: Report, path: Path) -> bool:
     for cell in report.cells:
         if any(row.seconds is not None for row in cell.rows):
             row = cell.rows[0]
-            panels.setdefault(f"{row.group} D{row.depth} {row.mask}, {row.pass_}, {row.unit}", []).append(cell)
+            depths = depths_name(row.depth, row.v_depth)
+            panels.setdefault(f"{row.group} {depths} {row.mask}, {row.pass_}, {row.unit}", []).append(cell)
     drawn = []
     for title, cells in panels.items():
         cells.sort(key=lambda cell: (cell.rows[0].kv_length, cell.rows[0].heads, cell.rows[0].batch))

@@ -110,6 +110,7 @@ class Row:
     heads: int
     kv_heads: int
     depth: int
+    v_depth: int
     dtype: str
     mask: str
     causal: bool
@@ -140,7 +141,7 @@ class Row:
             case.kv_len,
             case.heads,
             case.kv_heads,
-            case.depth,
+            *case.depths,
             case.dtype,
             case.mask,
             case.causal,

@@ -21,7 +21,7 @@ from bench import attention, cases, peers, timing
 from bench.report import Report, environment
 from fast_layers import dispatch
 
-CAUSAL, FULL, WINDOW, PACKED, PADDED, SOFTCAP, DECODE = cases.TINY
+CAUSAL, FULL, WINDOW, PACKED, PADDED, SOFTCAP, DEPTHS, DECODE = cases.TINY
 
 
 def visible(case: cases.Case) -> np.ndarray:
@@ -79,6 +79,14 @@ def test_flops_and_bytes_by_hand():
     assert case.flops("forward") == 2 * 2 * 16 * 16 * 1024 * 1024 * 128 / 2
     assert case.flops("backward") == 2.5 * case.flops("forward")
     assert case.bytes("forward") == 4 * 16 * 1024 * 16 * 128 * 2
+    mla = dataclasses.replace(case, depth=192, v_depth=128)
+    pairs = 16 * 16 * 1024 * 1024 / 2
+    assert mla.flops("forward") == 2 * pairs * (192 + 128)
+    assert mla.flops("backward") == 2 * pairs * (3 * 192 + 2 * 128)
+    assert mla.flops("forward+backward") == mla.flops("forward") + mla.flops("backward")
+    assert mla.bytes("forward") == 2 * 16 * 1024 * 16 * (2 * 192 + 2 * 128)
+    assert mla.bytes("backward") == 2 * mla.bytes("forward")
+    assert mla.name == "B16 T1024 N16 D192/128 causal"
     step = cases.decode(16, 1, 2048)
     assert step.bytes("forward") == 2 * 128 * 16 * (2 * 32 + 2 * 2048 * 8)
 
@@ -102,6 +110,7 @@ def test_the_grid_is_whole():
     assert len(main) == 3 * 6 * 2
     assert {case.batch * case.q_len for case in main} == {cases.TOKENS}
     assert {case.heads * case.depth for case in main} == {cases.HIDDEN}
+    assert {c.depths for c in cases.GROUPS["mla"]} == {(192, 128)}
     assert {(c.heads, c.kv_heads) for c in cases.GROUPS["gqa"]} == {(32, 8), (64, 8)}
     assert {(c.batch, c.q_len) for c in cases.GROUPS["decode"]} == {(b, q) for b in (1, 16, 128) for q in (1, 4, 16)}
 
@@ -150,8 +159,8 @@ def test_the_command_writes_json_and_both_pictures(tmp_path, capsys):
         assert row["seconds"] is None or (row["seconds"] > 0 and row["rate"] > 0 and row["method"] == "wall")
         assert row["agrees"], row
     timed = [row["name"] for row in rows if row["seconds"]]
-    # jax.nn refuses the two softcap cells by name, and nothing else.
-    assert timed.count("fast_layers") == timed.count("again") == timed.count("jax.nn xla") + 2 == 13
+    # jax.nn refuses the cells with a soft cap and those with two depths by name, and nothing else.
+    assert timed.count("fast_layers") == timed.count("again") == timed.count("jax.nn xla") + 4 == 15
     assert {row["unit"] for row in rows if row["length"] != row["kv_length"]} == {"GB/s"}
     assert set(found["ratio_to_best_peer"]) == {"tiny forward", "tiny backward"}
     for picture in ("bars.png", "roofline.png"):
@@ -159,6 +168,7 @@ def test_the_command_writes_json_and_both_pictures(tmp_path, capsys):
     screen = capsys.readouterr().out
     assert "geometric means" in screen
     assert "jax.nn.dot_product_attention has no softcap (2 cells)" in screen
+    assert "values of the keys' depth only (2 cells)" in screen
 
 
 def raises(case, q, k, v, extras):
