@@ -279,6 +279,7 @@ def test_window_on_whole_tiles(backend):
 # More pieces than blocks, whose out Hopper's forward sends by the slots of values, with and without one to spare.
 _DEEP = Case(batch=2, q_len=1152, kv_len=1152, heads=8, kv_heads=8, qk_dim=192, v_dim=192)
 _DEEPEST = dataclasses.replace(_DEEP, qk_dim=256, v_dim=256)
+_TWO_DEPTHS = dataclasses.replace(_DEEP, v_dim=128)
 DEEP = {
     "256": dataclasses.replace(_DEEPEST, kv_len=1024, kv_heads=4),
     "256, causal, 2,304 rows": dataclasses.replace(_DEEPEST, q_len=2304, kv_len=2304, is_causal=True),
@@ -288,6 +289,13 @@ DEEP = {
     "192, documents, padding of NaN": dataclasses.replace(_DEEP, documents=(500, 3, 600), poisoned_padding=True),
     "192, a single tile of keys": dataclasses.replace(_DEEP, kv_len=64),
     "160, causal": dataclasses.replace(_DEEP, qk_dim=160, v_dim=160, is_causal=True),
+    "192 and 128": dataclasses.replace(_TWO_DEPTHS, q_len=1200, kv_heads=4),
+    "192 and 128, causal": dataclasses.replace(_TWO_DEPTHS, is_causal=True),
+    "192 and 128, causal documents": dataclasses.replace(_TWO_DEPTHS, documents=(500, 3, 600), is_causal=True),
+    "192 and 128, documents, padding of NaN": dataclasses.replace(
+        _TWO_DEPTHS, documents=(500, 3, 600), poisoned_padding=True
+    ),
+    "192 and 128, a single tile of keys": dataclasses.replace(_TWO_DEPTHS, kv_len=100),
 }
 
 

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.simulator
 
 BY_VALUES = {"takes_turns": False, "out_by_values": True}
 SPARE = BY_VALUES | {"spare_values": True}
+ONE_SLOT = BY_VALUES | {"kv_tile": 128, "blocks": 1}
 # Three rounds of every ring, and more tiles of queries than blocks.
 PERSISTENT = {
     "full, one slot for queries": (Case(batch=1, q_len=256, kv_len=400, heads=2, kv_heads=2), {"q_slots": 1}),
@@ -75,6 +76,23 @@ PERSISTENT = {
         square(384, batch=2, heads=1, kv_heads=1, documents=(200, 100), poisoned_padding=True),
         SPARE,
     ),
+    "out in one slot": (
+        Case(batch=1, q_len=300, kv_len=400, heads=3, kv_heads=3, qk_dim=192, v_dim=128),
+        ONE_SLOT | {"keys_before_wait": 32},
+    ),
+    "out in one slot, a tile of keys": (
+        Case(batch=1, q_len=256, kv_len=128, heads=3, kv_heads=3, qk_dim=128),
+        ONE_SLOT,
+    ),
+    "out in one slot, one depth": (Case(batch=1, q_len=256, kv_len=256, heads=3, kv_heads=3), ONE_SLOT),
+    "out in one slot, causal": (
+        square(384, heads=2, kv_heads=2, qk_dim=128, is_causal=True),
+        ONE_SLOT | {"last_keys_first": True},
+    ),
+    "out in one slot, padding of NaN": (
+        square(384, heads=2, kv_heads=2, qk_dim=128, documents=(200, 100), poisoned_padding=True),
+        ONE_SLOT,
+    ),
 }
 
 
@@ -87,6 +105,8 @@ PERSISTENT_EACH_RUN = {
     "out by values, padding of NaN",
     "values to spare, a tile of keys",
     "values to spare, causal",
+    "out in one slot, causal",
+    "out in one slot, padding of NaN",
 }
 
 
@@ -343,6 +363,8 @@ HELD = HopperForwardTiles(2, 64, blocks=1, takes_turns=False, held_columns=64)
 OUT_BY_VALUES = HopperForwardTiles(2, 64, blocks=1, takes_turns=False, out_by_values=True)
 HELD_BY_VALUES = dataclasses.replace(OUT_BY_VALUES, held_columns=64)
 WITH_SPARE = dataclasses.replace(OUT_BY_VALUES, spare_values=True)
+IN_ONE_SLOT = dataclasses.replace(OUT_BY_VALUES, kv_tile=128)
+LONG_CASE = dataclasses.replace(FORWARD_CASE, q_len=384, kv_len=256)
 
 
 # In the text of a causal mask's compute warpgroups, the last wait for keys stands where tiles are passed over.
@@ -355,6 +377,13 @@ FORM_FAULTS = {
     "values over out": (FORWARD_CASE, StandIn("read wait_smem_to_gmem"), OUT_BY_VALUES, "write of SMEM"),
     "out over values to spare in use": (FORWARD_CASE, StandIn("barrier_wait values_left"), WITH_SPARE, "write of SMEM"),
     "values to spare over out": (FORWARD_CASE, StandIn("read wait_smem_to_gmem"), WITH_SPARE, "write of SMEM"),
+    "out over values in use, in one slot": (
+        LONG_CASE,
+        StandIn("barrier_wait values_left"),
+        IN_ONE_SLOT,
+        "write of SMEM",
+    ),
+    "values over out, in one slot": (LONG_CASE, StandIn("read wait_smem_to_gmem"), IN_ONE_SLOT, "write of SMEM"),
     "queries over those in use": (FORWARD_CASE, StandIn("barrier_wait q_consumed"), OUT_BY_VALUES, "write of SMEM"),
     "held queries' read not committed": (HELD_CASE, StandIn("commit_smem"), HELD_BY_VALUES, "write of SMEM"),
     "a cluster's blocks free their own slots only": (

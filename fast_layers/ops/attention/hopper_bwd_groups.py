@@ -23,6 +23,10 @@ _LATE_FOR_MEMORY = 0.02
 """A group is smaller where all pairs are finished so little later."""
 _GROUP_COST = 4
 """Of a group's kernels to start and end, in the time of a tile."""
+_SUM_COST = 0.014
+"""Likewise, to add dK and dV of a tile of keys to what is there: 256 KiB to be read and written."""
+_LATE_FOR_PAIRS = 0.01
+"""Parts are of more pairs where all are finished so little later: of few, all tiles of keys start at once."""
 
 
 def window_tiles(problem: Problem) -> tuple[int, int] | None:
@@ -104,7 +108,11 @@ def scores_in_parts(problem: Problem) -> tuple[int, int] | None:
         for pairs in range(1, most_scores_pairs(p, heads) + 1)
         if p.group % heads == total % pairs == 0
     ]
-    soonest = min(choices, key=lambda choice: _duration(p, *choice), default=None)
-    if soonest is None or _duration(p, *soonest) > (1 + _MOST_GROUPS_LOSE) * _duration(p, total, p.group):
-        return None
-    return soonest
+
+    def duration(pairs, heads):
+        return _duration(p, pairs, heads) + p.group // heads * total * (p.kv_len // 128) * _SUM_COST
+
+    worth_it = (1 + _MOST_GROUPS_LOSE) * _duration(p, total, p.group)
+    choices = {choice: duration(*choice) for choice in choices if _duration(p, *choice) <= worth_it}
+    soonest = min(choices.values(), default=0.0)
+    return max((choice for choice, late in choices.items() if late <= (1 + _LATE_FOR_PAIRS) * soonest), default=None)

@@ -282,6 +282,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         sends = not by_values or again is not None  # by itself, and not the load warpgroup
         if sends:
             out_slot = query if s.out_slots is None else s.out_slots.at[warpgroup]
+            if by_values and not shares_slot:
+                out_slot = hopper_fwd_out.own_slot_again(work, s, warpgroup)
         else:
             pass_over(end, block_span.tiles)
             out_slot = hopper_fwd_out.own_slot(work, s, warpgroup, steps + block_span.tiles)
@@ -456,7 +458,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "q_slots": smem_tile(tiles.q_slots * wgs, ROWS, qk_dim, dtype=p.dtype),
         "k_slots": smem_tile(ring, kv_tile, qk_dim, dtype=p.dtype),
         "v_slots": smem_tile(v_ring, kv_tile, v_dim, dtype=p.dtype),
-        **({} if shares_slot else {"out_slots": smem_tile(wgs, ROWS, v_dim, dtype=work.out_dtype)}),
+        **({} if shares_slot or by_values else {"out_slots": smem_tile(wgs, ROWS, v_dim, dtype=work.out_dtype)}),
         **({"loose_query": plgpu.SMEM((ROWS, qk_dim), p.dtype)} if is_loose else {}),
         "row_slots": plgpu.SMEM((wgs + lookers, ROWS), jnp.float32),
         "q_ready": plgpu.Barrier(num_arrivals=q_copies, num_barriers=tiles.q_slots * wgs),

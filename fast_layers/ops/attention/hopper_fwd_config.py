@@ -28,6 +28,9 @@ _HELD_COLUMNS = (64, 128)
 _MEASURED_HELD_COLUMNS = {(256, 256): (64, 0), (256, 128): (128, 128), (192, 192): (128, 0), (192, 128): (128, 128)}
 """Without a mask; under a causal one with `last_keys_first`. By the depths of queries and values: bench/NOTES.md."""
 
+_MOST_BESIDE_128_KEYS = 160
+"""Columns of out beside the scores of so many keys: with 176, and documents, 100 bytes of registers are spilled."""
+
 
 def _keys_seen(problem: Problem, queries: int) -> int:
     """Within a static window, by so many neighbouring queries."""
@@ -58,7 +61,7 @@ def _is_persistent(problem: Problem) -> bool:
 def _out_by_values_pays(problem: Problem) -> bool:
     """Of a forward deeper than 128, as measured: with `first_maximum`, whose steps are short."""
     p = problem
-    return p.dtype == jnp.bfloat16 and p.softcap is None and p.qk_dim == p.v_dim
+    return p.dtype == jnp.bfloat16 and p.softcap is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +120,8 @@ class HopperForwardTiles:
         if self.keys_before_wait % 8 or not 0 <= self.keys_before_wait <= self.kv_tile:
             raise ValueError(f"{self.keys_before_wait=} must be a multiple of 8, {self.kv_tile} at most")
         alone = self.splits == self.cluster == self.q_slots == 1
-        if self.out_by_values and not (alone and self.blocks and self.compute_wgs <= self.stages):
+        room = self.out_in_one_slot or self.compute_wgs <= self.stages
+        if self.out_by_values and not (alone and self.blocks and room):
             raise ValueError(
                 f"{self.out_by_values=}: in a persistent grid, with a slot for queries, one for the values of each "
                 "warpgroup, and neither parts of the keys nor a cluster"
@@ -130,6 +134,11 @@ class HopperForwardTiles:
     @property
     def q_tile(self) -> int:
         return 64 * self.compute_wgs
+
+    @property
+    def out_in_one_slot(self) -> bool:
+        """Of values, if it leaves by them: all warpgroups' rows."""
+        return self.kv_tile >= self.q_tile
 
     @property
     def value_stages(self) -> int:
@@ -156,10 +165,13 @@ class HopperForwardTiles:
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, and of a float32 one where keys are split; the last 2.5 KiB for barriers and row vectors."""
         qk_dim, v_dim = (padded_depth(depth, TMA_COLUMNS) for depth in (qk_dim, v_dim))
-        out_bytes = 4 if self.splits > 1 else 0 if qk_dim == v_dim else 2
+        out_bytes = 4 if self.splits > 1 else 0 if qk_dim == v_dim or self.out_by_values else 2
         keys, values = self.stages * self.kv_tile, self.value_stages * self.kv_tile
         inputs = 2 * ((self.q_slots * self.q_tile + keys) * qk_dim + values * v_dim)
         return inputs + out_bytes * self.q_tile * v_dim + (5 << 9)
+
+    def _fits(self, p: Problem) -> bool:
+        return self.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES
 
     def packs_in_kernel(self, problem: Problem) -> bool:
         """Whether there is room for a slot through which queries come as they lie in memory."""
@@ -182,19 +194,24 @@ class HopperForwardTiles:
         if measured is None or another_order or another_way_out:
             measured = cls._of_many_rows(p)  # what was measured is the fastest in that order and way alone
         tiles = measured.for_mask(p)
-        if tiles.smem_bytes(p.qk_dim, p.v_dim) > HOPPER_SMEM_BYTES:
+        if not tiles._fits(p):
             # Depths differ, so that the output has no room in the slot for queries.
             tiles = cls(1, 64, takes_turns=False)
         pieces = p.batch * p.heads * -(-p.q_len // tiles.q_tile)
+        if HOPPER_SMS <= pieces <= MOST_DEALT_PIECES:
+            return tiles
+        # With rows of its own out may leave no room for as many keys.
+        kv_tiles = (tiles.kv_tile, 64) if tiles.out_by_values else (tiles.kv_tile,)
         if pieces > MOST_DEALT_PIECES:
-            return dataclasses.replace(tiles, blocks=0, out_by_values=False, spare_values=False)
-        if pieces >= HOPPER_SMS:
-            return tiles
-        # Three warpgroups' share of the registers has no room for the part's bounds.
-        split = cls(min(tiles.compute_wgs, 2), tiles.kv_tile, takes_turns=tiles.compute_wgs > 1)._split_for(p)
-        if split.splits == 1:
-            return tiles
-        return split if split.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES else cls._of_few_rows(p)
+            apart = dataclasses.replace(tiles, blocks=0, out_by_values=False, spare_values=False)
+            ways = [dataclasses.replace(apart, kv_tile=keys) for keys in kv_tiles]
+        else:
+            # Three warpgroups' share of the registers has no room for the part's bounds.
+            wgs, turns = min(tiles.compute_wgs, 2), tiles.compute_wgs > 1
+            ways = [cls(wgs, keys, takes_turns=turns)._split_for(p) for keys in kv_tiles]
+            if ways[0].splits == 1:
+                return tiles
+        return next((way for way in ways if way._fits(p)), cls._of_few_rows(p))
 
     def one_ragged_tile(self, p: Problem) -> bool:
         """Whether, of the tiles of keys that rows see together, the last alone has hidden scores: under a causal mask
@@ -214,7 +231,8 @@ class HopperForwardTiles:
         first_maximum = self.first_maximum and many and p.dtype == jnp.bfloat16 and not p.per_score
         last_keys_first = self.last_keys_first and self.one_ragged_tile(p)
         whole = (sees_all(p) or last_keys_first) and p.kv_len % self.kv_tile == 0
-        by_values = self.out_by_values and p.qk_dim == p.v_dim
+        # A second pass sends out through Q's slot, or where depths differ through the second one of values.
+        by_values = self.out_by_values and (p.qk_dim == p.v_dim or self.out_in_one_slot)
         held = whole and p.softcap is None and self.held_columns < p.qk_dim and p.qk_dim % SWIZZLED_COLUMNS == 0
         return dataclasses.replace(
             self,
@@ -244,7 +262,7 @@ class HopperForwardTiles:
         pieces = p.batch * p.heads * -(-p.q_len // self.q_tile)
         tiles = dataclasses.replace(self, splits=num_splits(pieces, -(-keys // self.kv_tile)))
         deeper = (dataclasses.replace(tiles, stages=stages) for stages in range(most_stages, tiles.stages, -1))
-        return next((t for t in deeper if t.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES), tiles)
+        return next((t for t in deeper if t._fits(p)), tiles)
 
     @classmethod
     def _of_many_rows(cls, p: Problem) -> HopperForwardTiles:
@@ -294,13 +312,17 @@ class HopperForwardTiles:
     def _of_deeper(cls, p: Problem) -> HopperForwardTiles:
         longest, causal, in_the_call = max(p.q_len, p.kv_len), _is_causal(p), dealt_in_the_call(p)
         known = causal and known_before_the_call(p)
+        dealt = known and not _is_windowed(p)
+        by_values = _out_by_values_pays(p) and (sees_all(p) or dealt or in_the_call)
+        one_slot = cls(2, 128, blocks=HOPPER_SMS, takes_turns=False, last_keys_first=dealt, out_by_values=True)
+        if by_values and p.v_dim <= min(p.qk_dim, _MOST_BESIDE_128_KEYS) and not p.dropout_rate and one_slot._fits(p):
+            return dataclasses.replace(one_slot, keys_before_wait=32 if causal and longest > 1024 else 0)
         blocks = HOPPER_SMS if known or in_the_call else 0
         tiles = cls(2, 128, takes_turns=False, blocks=blocks)
-        if p.v_dim <= 128 and tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES:
+        if p.v_dim <= 128 and tiles._fits(p):
             return tiles
         tiles = dataclasses.replace(tiles, kv_tile=64, own_spans=known)
-        dealt = known and not _is_windowed(p)
-        if _out_by_values_pays(p) and (sees_all(p) or dealt or in_the_call):
+        if by_values and p.qk_dim == p.v_dim:
             return dataclasses.replace(
                 tiles,
                 blocks=HOPPER_SMS,

@@ -9,7 +9,8 @@ when it has left, and a block multiplies nothing meanwhile. So they come as soon
     out by TMA  waits out_ready                  out -> slots of values           -> out_ready
     next V(0)                                    the next scores
 
-With `spare_values` there is a slot more, into which V(0) comes before out is sent.
+With `spare_values` there is a slot more, into which V(0) comes before out is sent. Where a slot of values has room for
+all warpgroups' rows (`out_in_one_slot`), V(0) needs none for that.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def load(
 
 
 def first_values_before_out(work: Work, count: Any) -> Any:
-    """Whether a piece's first values need not wait until the out of the piece before is sent. But if they are its only
-    ones, its own out goes where that may still be."""
-    return work.tiles.spare_values & (count > 1)
+    """Whether a piece's first values need not wait until the out of the piece before is sent. But where out takes
+    several slots, and they are the piece's only ones, its own out goes where that may still be."""
+    return work.tiles.out_in_one_slot | (work.tiles.spare_values & (count > 1))
 
 
 def send(work: Work, s: Any, out_ref: Any, steps: Any, out_index: Any, head: Any, q_index: Any) -> None:
@@ -76,19 +77,26 @@ def send(work: Work, s: Any, out_ref: Any, steps: Any, out_index: Any, head: Any
     plgpu.barrier_wait(s.out_ready)
     for part in range(work.tiles.compute_wgs):
         rows = pl.ds(q_index * work.tiles.q_tile + part * work.rows, work.stored_rows)
-        slot = _slot(work, s, part, steps).at[pl.ds(0, work.stored_rows)]
+        slot = _rows(work, s, part, steps, work.stored_rows)
         plgpu.copy_smem_to_gmem(slot, out_ref.at[out_index, rows, head, pl.ds(0, work.v_dim)])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def own_slot(work: Work, s: Any, warpgroup: Any, steps: Any) -> Any:
-    """A compute warpgroup's, for its rows of out, when all have read the values."""
+    """A compute warpgroup's rows of values, for those of its out, when all have read the values."""
     plgpu.barrier_arrive(s.values_left)
     plgpu.barrier_wait(s.values_left)
-    return _slot(work, s, warpgroup, steps).at[pl.ds(0, work.rows)]
+    return _rows(work, s, warpgroup, steps, work.rows)
 
 
-def _slot(work: Work, s: Any, warpgroup: Any, steps: Any) -> Any:
-    """Of the last values but that warpgroup's place from the end."""
-    ring = work.tiles.value_stages
-    return s.v_slots.at[lax.rem(steps + ring - work.tiles.compute_wgs + warpgroup, ring)]
+def own_slot_again(work: Work, s: Any, warpgroup: Any) -> Any:
+    """Likewise in the second pass, which has values in the first slot alone, where out takes one."""
+    return _rows(work, s, warpgroup, 2, work.rows)
+
+
+def _rows(work: Work, s: Any, warpgroup: Any, steps: Any, rows: int) -> Any:
+    """In the slots of the last values before `steps`."""
+    ring, from_last, start = work.tiles.value_stages, work.tiles.compute_wgs - warpgroup, 0
+    if work.tiles.out_in_one_slot:
+        from_last, start = 1, warpgroup * work.rows
+    return s.v_slots.at[lax.rem(steps + ring - from_last, ring)].at[pl.ds(start, rows)]

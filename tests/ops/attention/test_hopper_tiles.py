@@ -346,7 +346,7 @@ def test_long_rows_hold_keys_in_registers(q_len, kv_len, options, holds):
 
 
 @pytest.mark.parametrize(
-    ("depths", "kv_tile"), [((160, 128), 128), ((192, 128), 64), ((256, 128), 64), ((256, 256), 64)], ids=str
+    ("depths", "kv_tile"), [((160, 128), 128), ((192, 128), 128), ((256, 128), 64), ((256, 256), 64)], ids=str
 )
 def test_deep_causal_tiles_of_64_keys_have_spans_of_their_own(depths, kv_tile):
     def choose(query, key, value):
@@ -368,26 +368,26 @@ def test_deep_causal_tiles_of_64_keys_have_spans_of_their_own(depths, kv_tile):
         (2048, 2048, (256, 256), {"softcap": 30.0}, 0),
         (2048, 2048, (240, 240), {}, 0),
         (2048, 2048, (128, 128), {}, 0),
-        (2048, 2048, (192, 128), {}, 128),
-        (2048, 2048, (192, 128), CAUSAL, 128),
-        (1024, 1024, (192, 128), {}, 128),
-        (2048, 2000, (192, 128), {}, 0),  # keys are hidden in the last tile
-        (2000, 2048, (192, 128), {}, 128),
-        (512, 1024, (192, 128), {}, 128),
-        (1023, 1023, (192, 128), {}, 0),
+        (2048, 2048, (192, 128), {}, 0),
+        (2048, 2048, (192, 128), CAUSAL, 0),
+        (2048, 2048, (256, 128), {}, 128),
+        (1024, 1024, (256, 128), {}, 128),
+        (2048, 2000, (256, 128), {}, 0),  # keys are hidden in the last tile
+        (2000, 2048, (256, 128), {}, 128),
+        (512, 1024, (256, 128), {}, 128),
+        (1023, 1023, (256, 128), {}, 0),
         (
             1024,
             1024,
-            (192, 128),
+            (256, 128),
             CAUSAL,
             0,
         ),  # each step asks whether scores are hidden
-        (2048, 2048, (192, 128), CAUSAL | {"q_offset": 100}, 0),
         (2048, 2048, (256, 128), CAUSAL | {"q_offset": 100}, 0),
         (2048, 2048, (256, 128), CAUSAL | {"q_offset": 128}, 128),
-        (2048, 2048, (192, 128), CAUSAL | {"local_window_size": (512, 0)}, 0),
-        (2048, 2048, (192, 128), CAUSAL | {"segment_ids": np.zeros((8, 2048), np.int32)}, 0),
-        (2048, 2048, (192, 128), CAUSAL | {"softcap": 30.0}, 0),
+        (2048, 2048, (256, 128), CAUSAL | {"local_window_size": (512, 0)}, 0),
+        (2048, 2048, (256, 128), CAUSAL | {"segment_ids": np.zeros((8, 2048), np.int32)}, 0),
+        (2048, 2048, (256, 128), CAUSAL | {"softcap": 30.0}, 0),
         (2048, 2048, (256, 128), CAUSAL, 128),
         (2048, 2048, (192, 192), {}, 0),
         (2048, 2048, (192, 192), CAUSAL, 0),
@@ -397,6 +397,12 @@ def test_deep_causal_tiles_of_64_keys_have_spans_of_their_own(depths, kv_tile):
 def test_long_rows_deeper_than_128_hold_queries_in_registers(q_len, kv_len, depths, options, held):
     chosen = _forward_tiles(q_len, kv_len, depths, jnp.bfloat16, options)
     assert [tiles.held_columns for tiles in chosen] == [held, held]
+
+
+@pytest.mark.parametrize("options", [{}, CAUSAL], ids=str)
+def test_float16_rows_of_two_depths_hold_queries_in_registers(options):
+    chosen = _forward_tiles(2048, 2048, (192, 128), jnp.float16, options)
+    assert [tiles.held_columns for tiles in chosen] == [128, 128]
 
 
 def _forward_tiles(q_len, kv_len, depths, dtype, options):
@@ -427,6 +433,11 @@ IDS = np.repeat(np.arange(8), 256)[None].repeat(8, 0).astype(np.int32)
         (2048, (256, 256), jnp.float16, {}, False),  # whose steps find maxima
         (2048, (256, 256), jnp.bfloat16, {"softcap": 30.0}, False),
         (2048, (256, 128), jnp.bfloat16, {}, False),
+        (2048, (192, 128), jnp.bfloat16, {}, True),
+        (2048, (192, 128), jnp.bfloat16, CAUSAL, True),
+        (2048, (192, 128), jnp.bfloat16, CAUSAL | {"segment_ids": IDS}, True),
+        (2048, (192, 128), jnp.bfloat16, CAUSAL | {"local_window_size": (512, 0)}, False),
+        (2048, (192, 128), jnp.float16, {}, False),
         (2048, (128, 128), jnp.bfloat16, {}, False),
         (512, (256, 256), jnp.bfloat16, CAUSAL, True),
         (1024, (256, 256), jnp.bfloat16, CAUSAL, True),
@@ -444,6 +455,27 @@ IDS = np.repeat(np.arange(8), 256)[None].repeat(8, 0).astype(np.int32)
 def test_out_leaves_by_the_slots_of_values_where_that_is_faster(length, depths, dtype, options, by_values):
     chosen = _forward_tiles(length, length, depths, dtype, options)
     assert [tiles.out_by_values for tiles in chosen] == [by_values, by_values]
+
+
+@pytest.mark.parametrize(
+    ("depths", "options", "in_one_slot", "keys_before_wait"),
+    [
+        ((192, 128), {}, True, 0),
+        ((192, 128), CAUSAL, True, 32),
+        ((160, 160), CAUSAL, True, 32),
+        ((160, 160), {}, True, 0),
+        ((176, 176), {}, False, 0),
+        ((192, 128), CAUSAL | {"segment_ids": IDS}, True, 32),
+        ((192, 128), {"segment_ids": IDS}, True, 0),
+        ((192, 192), {}, False, 0),
+    ],
+    ids=str,
+)
+def test_out_leaves_by_one_slot_of_values_where_128_keys_fit(depths, options, in_one_slot, keys_before_wait):
+    chosen = _forward_tiles(2048, 2048, depths, jnp.bfloat16, options)
+    found = [(t.out_by_values, t.out_in_one_slot, t.last_keys_first, t.keys_before_wait) for t in chosen]
+    last_keys_first = in_one_slot and options == CAUSAL
+    assert found == [(True, in_one_slot, last_keys_first, keys_before_wait)] * 2
 
 
 @pytest.mark.parametrize(
@@ -544,6 +576,24 @@ def test_long_grouped_heads_come_in_parts(length, batch, causal, heads):
         for head in range(left.pairs * left.heads)
     ]
     assert sorted(heads_of_turns) == list(range(batch * heads))
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "causal", "heads", "parts"),
+    [
+        (16384, 1, True, 32, (4, 1)),
+        (16384, 1, True, 64, (4, 1)),
+        (16384, 1, False, 32, (2, 1)),
+        (8192, 2, True, 64, (8, 2)),
+        (8192, 2, False, 64, (4, 2)),
+        (8192, 1, True, 64, (8, 2)),
+        (8192, 1, True, 32, (4, 2)),
+        (4096, 1, True, 32, (8, 2)),
+    ],
+)
+def test_parts_are_the_fastest_that_were_measured(length, batch, causal, heads, parts):
+    """Or within 1 % of these: bench/NOTES.md. Each part adds to dK and dV in memory; few pairs leave SMs idle."""
+    assert hopper_bwd_groups.scores_in_parts(_backward_problem(length, batch, causal, 8, heads)) == parts
 
 
 def test_pairs_that_fit_whole_do_not_come_in_parts():

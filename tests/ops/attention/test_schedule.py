@@ -13,7 +13,7 @@ import pytest
 from fast_layers.kernel_parts import tile_order
 from fast_layers.kernel_parts.tile_order import TileOrder, deal_in_turns
 from fast_layers.ops.attention import api, hopper_bwd_pieces
-from fast_layers.ops.attention.config import HOPPER_SMS
+from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS
 from fast_layers.ops.attention.forward_parts import Work
 from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.kernel_operands import RowMask
@@ -118,6 +118,16 @@ def test_too_many_pieces_are_left_to_the_hardware(batch, blocks):
     deep = dataclasses.replace(problem, qk_dim=256, v_dim=256, mask=MaskFacts(None))
     tiles = HopperForwardTiles.of(deep)
     assert (tiles.blocks, tiles.out_by_values, tiles.spare_values) == (blocks, blocks > 0, blocks > 0)
+
+
+@pytest.mark.parametrize(("batch", "length", "splits"), [(1, 4096, 2), (1 << 16, 512, 1)])
+@pytest.mark.parametrize("band", ["causal", "full"])
+def test_out_that_has_rows_of_its_own_leaves_room_for_64_keys(batch, length, splits, band):
+    """Of few pieces, whose keys are split, and of too many for a schedule."""
+    problem = dataclasses.replace(_problem(batch, 2, length, length, BANDS[band]), qk_dim=192, v_dim=128)
+    tiles = HopperForwardTiles.of(problem)
+    assert (tiles.kv_tile, tiles.blocks, tiles.out_by_values, tiles.splits) == (64, 0, False, splits)
+    assert tiles.smem_bytes(192, 128) <= HOPPER_SMEM_BYTES
 
 
 @pytest.mark.parametrize("examples", [1, 3])
