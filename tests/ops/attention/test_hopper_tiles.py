@@ -479,6 +479,17 @@ def test_out_leaves_by_one_slot_of_values_where_128_keys_fit(depths, options, in
 
 
 @pytest.mark.parametrize(
+    ("causal", "kv_heads", "dropout_rate", "by_values"),
+    [(False, 4, 0.0, True), (True, 16, 0.0, True), (True, 4, 0.0, False), (False, 16, 0.1, False)],
+)
+def test_causal_grouped_heads_and_dropout_have_64_keys(causal, kv_heads, dropout_rate, by_values):
+    """Of depths 192 and 128."""
+    problem = _backward_problem(2048, 8, causal, kv_heads)
+    tiles = HopperForwardTiles.of(dataclasses.replace(problem, qk_dim=192, v_dim=128, dropout_rate=dropout_rate))
+    assert (tiles.out_by_values, tiles.kv_tile) == (by_values, 128 if by_values else 64)
+
+
+@pytest.mark.parametrize(
     ("length", "depth", "options", "spare"),
     [
         (512, 256, {}, True),
