@@ -183,10 +183,11 @@ def _refuse_mgpu(block_kv: int, case: Case, pass_: Pass) -> str | None:
         return "jax's attention_mgpu takes causal and full only"
     if case.causal and pass_ != "forward":
         return "jax's attention_mgpu has no causal backward"
-    depth, v_depth = case.depths
-    blocks = _MGPU_BLOCKS.get(depth, ()) if depth == v_depth else ()
+    if len(set(case.depths)) > 1:
+        return "jax's attention_mgpu takes values of the keys' depth only"
+    blocks = _MGPU_BLOCKS.get(case.depth, ())
     if block_kv not in blocks:
-        return f"block_kv={block_kv} is not for depths {case.depths} (shared memory; {blocks or 'no blocks'} are)"
+        return f"block_kv={block_kv} is not for D={case.depth} (shared memory; {blocks or 'no blocks'} are)"
     if pass_ != "forward" and block_kv != blocks[0]:
         return f"block_kv={block_kv} concerns the forward only"
     return None
