@@ -109,10 +109,10 @@ def scores_in_parts(problem: Problem) -> tuple[int, int] | None:
         if p.group % heads == total % pairs == 0
     ]
 
-    def duration(pairs, heads):
+    def with_sums(pairs: int, heads: int) -> float:
         return _duration(p, pairs, heads) + p.group // heads * total * (p.kv_len // 128) * _SUM_COST
 
     worth_it = (1 + _MOST_GROUPS_LOSE) * _duration(p, total, p.group)
-    choices = {choice: duration(*choice) for choice in choices if _duration(p, *choice) <= worth_it}
-    soonest = min(choices.values(), default=0.0)
-    return max((choice for choice, late in choices.items() if late <= (1 + _LATE_FOR_PAIRS) * soonest), default=None)
+    durations = {choice: with_sums(*choice) for choice in choices if _duration(p, *choice) <= worth_it}
+    in_time = (1 + _LATE_FOR_PAIRS) * min(durations.values(), default=0.0)
+    return max((choice for choice, duration in durations.items() if duration <= in_time), default=None)
