@@ -78,9 +78,9 @@ class HopperForwardTiles:
     with `first_maximum` weights are relative to the maximum of a row's first tile of keys, in bfloat16 alone, whose
     range is float32's, and with nothing given for each score, which might hide a row's first keys by large numbers;
     with it the exponentials of `keys_before_wait` of a tile stay before the wait for out's product, behind which ptxas
-    might move them; with `out_by_values` out leaves by the slots of values instead of Q's or rows of its own, where depths
-    differ only if one slot has room for it, and with `spare_values` there is one more, for the first values of the
-    block's next tile of queries.
+    might move them; with `out_by_values` out leaves by the slots of values instead of Q's or rows of its own, where
+    depths differ only if one slot has room for it, and with `spare_values` there is one more, for the first values of
+    the block's next tile of queries.
     """
 
     compute_wgs: int
