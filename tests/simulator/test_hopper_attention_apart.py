@@ -22,6 +22,7 @@ from fast_layers.ops.attention import (
     reference,
 )
 from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles, HopperDeepBackwardTiles
+from fast_layers.ops.attention.hopper_bwd_groups import Share
 from fast_layers.ops.attention.problem import Residuals, finite_or_zero
 from fast_layers.testing import simulate
 from fast_layers.testing.parity import Case
@@ -123,6 +124,34 @@ def _in_parts(share: tuple[int, int]) -> tuple[tuple[Any, str, Any], ...]:
 def test_parts_of_grouped_heads_add_to_the_gradients_of_keys(name):
     case, share = PARTS[name]
     with patched(*_in_parts(share)):
+        judge(case, supports=only("backward")).check()
+
+
+# Of how many pairs, how many query heads of each and which tiles of queries dS is there at a time.
+BY_QUERIES = {
+    "causal, two heads": (
+        square(512, heads=2, kv_heads=2, qk_dim=128, v_dim=128, is_causal=True, lse_gradient=True),
+        (2, 1, ((0, 2), (2, 3), (3, 4))),
+    ),
+    "full, a head": (
+        Case(batch=2, q_len=384, kv_len=256, heads=1, kv_heads=1, qk_dim=128, v_dim=128),
+        (1, 1, ((0, 2), (2, 3))),
+    ),
+    "causal, one head of two that share keys": (
+        square(384, heads=4, kv_heads=2, qk_dim=128, v_dim=128, is_causal=True),
+        (2, 1, ((0, 2), (2, 3))),
+    ),
+    "full, two heads of two that share keys": (
+        Case(batch=1, q_len=256, kv_len=256, heads=2, kv_heads=1, qk_dim=128, v_dim=128),
+        (1, 2, ((0, 1), (1, 2))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", some_each_run(BY_QUERIES, {"causal, two heads", "full, a head"}))
+def test_parts_of_the_queries_add_to_the_gradients_of_keys(name):
+    case, share = BY_QUERIES[name]
+    with patched(*_apart(_HELD), (hopper_bwd_scores, "scores_by_queries", lambda _: Share(*share))):
         judge(case, supports=only("backward")).check()
 
 

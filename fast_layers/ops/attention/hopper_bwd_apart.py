@@ -95,7 +95,9 @@ def d_query(
     hides = visits is not None or mask.hides
     order: Any = None
     schedule: Any = None
-    if visits is None:
+    if len(left.spans) > 1:
+        q_tiles = max(last - first for first, last in left.spans)
+    elif visits is None:
         order, schedule = _schedule(p, heads)
     blocks = heads * q_tiles if schedule is None else len(schedule)
     arrays, tree = jax.tree.flatten((d_scores, key, None if schedule is None else jnp.asarray(schedule), visits, turn))
@@ -105,13 +107,19 @@ def d_query(
         d_query_ref = refs[tree.num_leaves]
         s = Scratch(**scratch)
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        query_head = left.query_heads(turn_ref)
+        query_head, part = left.query_heads(turn_ref), left.rows(turn_ref)
 
         def each_tile(role, state):
             """The last `state = role(head within the group, q_index, its tiles of keys, state)`."""
             if visits_ref is not None:
                 head, q_index, *span = visits_ref.of_queries(block, heads, query_head(0), p.heads)
                 return role(head, q_index, Span(*span), state)
+            if part is not None:
+                # From the last queries on, which have most to do.
+                head, q_index = lax.rem(block, heads), part[1] - 1 - lax.div(block, heads)
+                there = q_index >= part[0]
+                span = mask.key_span(0, jnp.maximum(q_index, 0))
+                return lax.cond(there, lambda x: role(head, q_index, span, x), lambda x: x, state)
 
             def take(_, index, state):
                 head, tiles_after = order.locate(index)
@@ -132,8 +140,8 @@ def d_query(
                     slot, keys = lax.rem(step, STAGES), pl.ds(j * TILE, TILE)
                     pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(s.consumed.at[slot]))
                     for i in range(WARPGROUPS):
-                        part = d_scores_ref.at[WARPGROUPS * (left.row(head, j) + q_index) + i]
-                        plgpu.copy_gmem_to_smem(part, s.score_slots.at[slot, i], s.ready.at[slot])
+                        tile_part = d_scores_ref.at[WARPGROUPS * (left.row(head, j, part) + q_index) + i]
+                        plgpu.copy_gmem_to_smem(tile_part, s.score_slots.at[slot, i], s.ready.at[slot])
                     plgpu.copy_gmem_to_smem(key_ref.at[example, keys, kv_head], s.key_slots.at[slot], s.ready.at[slot])
                     return step + 1
 

@@ -12,7 +12,12 @@ from fast_layers.ops.attention.config import (
     TMA_COLUMNS,
     known_before_the_call,
 )
-from fast_layers.ops.attention.hopper_bwd_groups import scores_group, scores_in_parts, window_tiles
+from fast_layers.ops.attention.hopper_bwd_groups import (
+    scores_by_queries,
+    scores_group,
+    scores_in_parts,
+    window_tiles,
+)
 from fast_layers.ops.attention.kernel_operands import padded_depth
 from fast_layers.ops.attention.problem import Problem
 
@@ -144,7 +149,8 @@ class HopperBackwardTiles:
         whole = p.q_len % self.kv_tile == p.kv_len % self.kv_tile == 0 and p.qk_dim == p.v_dim in (64, 128)
         if p.per_score or not own or not whole:
             return False
-        return scores_group(p) > 0 or (self.holds_keys and scores_in_parts(p) is not None)
+        in_parts = scores_in_parts(p) is not None or scores_by_queries(p) is not None
+        return scores_group(p) > 0 or (self.holds_keys and in_parts)
 
     def takes_whole_heads(self, problem: Problem) -> bool:
         """At one depth, no mask or a causal one over as many keys as queries. A block comes back to a tile of queries

@@ -141,8 +141,8 @@ class Form:
 
     @property
     def sums(self) -> bool:
-        """Whether dK and dV are added to those of the other query heads."""
-        return self.heads < self.problem.group
+        """Whether dK and dV are added to those of the other query heads, or queries."""
+        return self.left is not None and self.left.parts > 1
 
     @property
     def result_parts(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from typing import NamedTuple
 
 from fast_layers.ops.attention.config import HOPPER_SMS, MAX_SHALLOW_DEPTH, known_before_the_call
 from fast_layers.ops.attention.problem import Problem
@@ -25,6 +27,10 @@ _GROUP_COST = 4
 """Of a group's kernels to start and end, in the time of a tile."""
 _SUM_COST = 0.014
 """Likewise, to add dK and dV of a tile of keys to what is there: 256 KiB to be read and written."""
+_LONGEST_WHOLE = 16_384
+"""Rows up to here leave dS of all their queries: as measured."""
+_MOST_SPANS = 64
+"""Of the queries of longer ones."""
 _LATE_FOR_PAIRS = 0.01
 """Parts are of more pairs where all are finished so little later: of few, all tiles of keys start at once."""
 
@@ -46,6 +52,13 @@ def scores_tiles(problem: Problem) -> int:
     return q_tiles * kv_tiles if problem.mask.band is None else q_tiles * (q_tiles + 1) // 2
 
 
+def span_tiles(problem: Problem, first: int, last: int) -> int:
+    """Likewise, of dS of some tiles of 128 queries, no mask or a causal one."""
+    if problem.mask.band is None:
+        return (last - first) * (problem.kv_len // 128)
+    return (last * (last + 1) - first * (first + 1)) // 2
+
+
 def _duration(problem: Problem, pairs: int, heads: int) -> float:
     """Of all pairs of an example and a key/value head, so many at a time, and of each so many query heads, in a tile's
     time on each SM; of no window."""
@@ -58,16 +71,20 @@ def _duration(problem: Problem, pairs: int, heads: int) -> float:
     return -(-p.batch * p.kv_heads // pairs) * p.group // heads * (heads * longest + _GROUP_COST)
 
 
-def most_scores_pairs(problem: Problem, heads: int) -> int:
-    """How many pairs of an example and a key/value head may leave dS of so many of their query heads at a time, by
-    memory alone."""
-    p, total = problem, problem.batch * problem.kv_heads
+def _most_tiles(problem: Problem) -> int:
+    """Of dS in memory at a time."""
+    p = problem
     integers = 4 * p.batch * p.heads * p.q_len * p.qk_dim
-    of_pair = heads * scores_tiles(p) * 128 * 128 * p.dtype.itemsize
     causal = p.mask.band is not None and p.mask.band.low is None
     uneven = causal and p.group == 1 and max(p.qk_dim, p.v_dim) <= MAX_SHALLOW_DEPTH
     integers *= _MOST_UNEVEN_SCORES if uneven or not known_before_the_call(p) else _MOST_D_SCORES
-    return min(int(min(MOST_D_SCORES_BYTES, integers)) // of_pair, total)
+    return int(min(MOST_D_SCORES_BYTES, integers)) // (128 * 128 * p.dtype.itemsize)
+
+
+def most_scores_pairs(problem: Problem, heads: int) -> int:
+    """How many pairs of an example and a key/value head may leave dS of so many of their query heads at a time, by
+    memory alone."""
+    return min(_most_tiles(problem) // (heads * scores_tiles(problem)), problem.batch * problem.kv_heads)
 
 
 @functools.cache
@@ -116,3 +133,56 @@ def scores_in_parts(problem: Problem) -> tuple[int, int] | None:
     durations = {choice: with_sums(*choice) for choice in choices if _duration(p, *choice) <= worth_it}
     in_time = (1 + _LATE_FOR_PAIRS) * min(durations.values(), default=0.0)
     return max((choice for choice, duration in durations.items() if duration <= in_time), default=None)
+
+
+class Share(NamedTuple):
+    """Of whom dS is left at a time."""
+
+    pairs: int
+    """Of an example and a key/value head."""
+    heads: int
+    """Of each pair's query heads."""
+    spans: tuple[tuple[int, int], ...]
+    """One after the other: first and one behind the last tile of queries."""
+
+
+@functools.cache
+def scores_by_queries(problem: Problem) -> Share | None:
+    """For rows so long that dS of few heads, or of not even one, is there at a time. None for shorter ones, and where
+    not one tile of queries may leave it."""
+    p, total = problem, problem.batch * problem.kv_heads
+    if p.q_len <= _LONGEST_WHOLE or window_tiles(p) or not known_before_the_call(p):
+        return None
+    choices = []
+    for spans in map(functools.partial(_equal_spans, p), range(1, _MOST_SPANS + 1)):
+        most = _most_tiles(p) // max(span_tiles(p, *span) for span in spans)
+        shares = itertools.product(_divisors(total, most), _divisors(p.group, most))
+        choices += [Share(pairs, heads, spans) for pairs, heads in shares if pairs * heads <= most]
+    return min(choices, key=functools.partial(_duration_of_spans, p), default=None)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
+
+
+def _equal_spans(problem: Problem, count: int) -> tuple[tuple[int, int], ...]:
+    """Of all tiles of queries, as many spans with about as much dS each."""
+    tiles = problem.q_len // 128
+    power = 1.0 if problem.mask.band is None else 0.5
+    ends = [round(tiles * (i / count) ** power) for i in range(count + 1)]
+    return tuple((first, last) for first, last in itertools.pairwise(ends) if first < last)
+
+
+def _duration_of_spans(problem: Problem, choice: Share) -> float:
+    """As `_duration`, with the sums of dK and dV."""
+    p, kv_tiles, total = problem, problem.kv_len // 128, problem.batch * problem.kv_heads
+    launches = total // choice.pairs * (p.group // choice.heads)
+    duration = 0.0
+    for first, last in choice.spans:
+        seen = kv_tiles if p.mask.band is None else last
+        work = choice.pairs * span_tiles(p, first, last) / HOPPER_SMS
+        if p.mask.band is None:
+            work = -(-choice.pairs * kv_tiles // HOPPER_SMS) * (last - first)
+        longest = max(work, last - first)
+        duration += launches * (choice.heads * longest + _GROUP_COST + choice.pairs * seen * _SUM_COST)
+    return duration

@@ -187,6 +187,8 @@ class Piece(NamedTuple):
     part: Any = None
     """Which it is of all parts of pieces that are cut, less than 0 for a whole piece, None where none are cut. A part's
     query tiles are those from `start` on."""
+    rows: tuple[Any, Any] | None = None
+    """Of which dS is left, as `LeftScores` gives them."""
 
     @classmethod
     def of(
@@ -199,9 +201,11 @@ class Piece(NamedTuple):
         first_pair: Any,
         heads: tuple[int, Any],
         cut: Cut | None,
+        rows: tuple[Any, Any] | None,
         index: Any,
     ) -> Piece:
-        """`heads`: how many of those that share a key/value head, and the first of them."""
+        """`heads`: how many of those that share a key/value head, and the first of them; `rows` as `LeftScores` gives
+        them."""
         part: Any = None
         if cut is not None:
             part = index - cut.whole
@@ -213,6 +217,9 @@ class Piece(NamedTuple):
             # dS is read by whole tiles.
             halves = TILE // tiles.q_tile
             first, last = lax.div(first, halves) * halves, lax.div(last + (halves - 1), halves) * halves
+            if rows is not None:
+                first = jnp.maximum(first, rows[0] * halves)
+                last = jnp.maximum(first, jnp.minimum(last, rows[1] * halves))
         at_start = _hides_at_start(p, tiles, mask, heads[0])
         apart = tiles.ragged_apart and mask.hides and mask.is_band and not at_start
         full = last, last
@@ -222,13 +229,13 @@ class Piece(NamedTuple):
         # Pieces that are all at the same queries would add to the same rows of dQ at once. A mask keeps them apart.
         # Where they leave dS instead, they share what they load.
         keeps_apart = sees_all(p) and tiles.sums_d_query
-        start = lax.div(kv_index * last, order.tiles) if keeps_apart else first
+        start = lax.div(kv_index * last, order.tiles) if keeps_apart else jnp.int32(0)
         if cut is not None:
             start = jnp.where(part < 0, start, lax.rem(part, cut.parts) * cut.steps)
             last = jnp.where(part < 0, last, cut.steps)
         first_head = kv_head * p.group + heads[1]
         place = pair, example, kv_head, first_head, kv_index
-        return cls(p, mask, at_start, apart, heads[0], *place, first, last, full, start, part)
+        return cls(p, mask, at_start, apart, heads[0], *place, first, last, full, start, part, rows)
 
     @classmethod
     def visited(

@@ -20,10 +20,13 @@ from jax import lax
 from jaxtyping import Array
 
 from fast_layers.ops.attention.hopper_bwd_groups import (
+    Share,
     most_scores_pairs,
+    scores_by_queries,
     scores_group,
     scores_in_parts,
     scores_tiles,
+    span_tiles,
     window_tiles,
 )
 from fast_layers.ops.attention.hopper_call import ROWS
@@ -40,44 +43,53 @@ class LeftScores:
 
     problem: Problem
     may_sum: bool = False
-    """Whether the kernel can add to dK and dV, so that a pair's query heads may come in parts."""
+    """Whether the kernel can add to dK and dV, so that a pair's query heads, or their queries, may come in parts."""
     places: int | None = None
     """For so many pairs' dS, if all pairs are done in one launch: later ones take the places of those before."""
 
     @property
     def tiles(self) -> int:
-        """Of one query head."""
-        return scores_tiles(self.problem)
+        """Of one query head, or of the largest part of its queries."""
+        if len(self.spans) == 1:
+            return scores_tiles(self.problem)
+        return max(span_tiles(self.problem, *span) for span in self.spans)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First and one behind the last tile of queries of each part of these."""
+        return self._share.spans
 
     @functools.cached_property
-    def _share(self) -> tuple[int, int]:
-        """(pairs of a group, query heads of each)."""
-        p, total = self.problem, self.problem.batch * self.problem.kv_heads
+    def _share(self) -> Share:
+        """Of a group."""
+        p, total, whole = self.problem, self.problem.batch * self.problem.kv_heads, ((0, self.problem.q_len // TILE),)
         if self.places is not None:
-            return self.places, p.group
+            return Share(self.places, p.group, whole)
+        if self.may_sum and (by_queries := scores_by_queries(p)):
+            return by_queries
         if pairs := scores_group(p):
-            return pairs, p.group
+            return Share(pairs, p.group, whole)
         if self.may_sum and (in_parts := scores_in_parts(p)):
-            return in_parts
+            return Share(*in_parts, whole)
         # Calls that `jax.vmap` joins leave dS if each alone would, if not in the fewest groups.
         if most := most_scores_pairs(p, p.group):
-            return -(-total // -(-total // most)), p.group
-        return max(n for n in range(1, most_scores_pairs(p, 1) + 1) if total % n == 0), 1
+            return Share(-(-total // -(-total // most)), p.group, whole)
+        return Share(max(n for n in range(1, most_scores_pairs(p, 1) + 1) if total % n == 0), 1, whole)
 
     @property
     def pairs(self) -> int:
         """Of a group, or those for whose dS there are places."""
-        return self._share[0]
+        return self._share.pairs
 
     @property
     def heads(self) -> int:
         """Of each pair's query heads, those whose dS is there at a time."""
-        return self._share[1]
+        return self._share.heads
 
     @property
     def parts(self) -> int:
-        """Into which the query heads of a pair are divided."""
-        return self.problem.group // self.heads
+        """Into which the query heads of a pair, and their queries, are divided."""
+        return self.problem.group // self.heads * len(self.spans)
 
     @property
     def groups(self) -> int:
@@ -93,9 +105,16 @@ class LeftScores:
         """Of a pair's dS among all for which there is place."""
         return pair if self.places is None else lax.rem(pair, self.places)
 
-    def row(self, head: Any, kv_index: Any) -> Any:
-        """The place of a query tile among all tiles, less its index; `head`: of the query heads at a time."""
+    def row(self, head: Any, kv_index: Any, rows: tuple[Any, Any] | None = None) -> Any:
+        """The place of a query tile among all tiles, less its index; `head`: of the query heads at a time; `rows`: of a
+        part, if not None."""
         p, q_tiles = self.problem, self.problem.q_len // TILE
+        if rows is not None:
+            before, q_tiles = rows[0], rows[1] - rows[0]
+            if p.mask.band is None:
+                return head * self.tiles + kv_index * q_tiles - before
+            whole, cut = jnp.minimum(kv_index, before), jnp.maximum(kv_index - before, 0)
+            return head * self.tiles + whole * q_tiles + lax.div(cut * (2 * q_tiles - 1 - cut), 2) - before
         if window := window_tiles(p):
             width, before = window
             return head * self.tiles + kv_index * width - jnp.maximum(kv_index - before, 0)
@@ -113,12 +132,18 @@ class LeftScores:
 
     def first_head(self, turn_ref: Any) -> Any:
         """In a kernel: of those that share a key/value head, the first of the part."""
-        return jnp.int32(0) if self.parts == 1 else lax.rem(turn_ref[0], self.parts) * self.heads
+        if self.heads == self.problem.group:
+            return jnp.int32(0)
+        return lax.div(lax.rem(turn_ref[0], self.parts), len(self.spans)) * self.heads
+
+    def rows(self, turn_ref: Any) -> tuple[Any, Any] | None:
+        """In a kernel: of a part's tiles of queries the first and one behind the last; None where none are cut."""
+        return None if len(self.spans) == 1 else (turn_ref[1], turn_ref[2])
 
     def query_heads(self, turn_ref: Any) -> Callable[[Any], Any]:
         """In a kernel: which of all examples' query heads is the given one of those at a time."""
         first = self.first_pair(turn_ref) * self.problem.group + self.first_head(turn_ref)
-        if self.parts == 1:
+        if self.heads == self.problem.group:
             return lambda head: first + head
         return lambda head: first + lax.div(head, self.heads) * self.problem.group + lax.rem(head, self.heads)
 
@@ -133,9 +158,15 @@ class LeftScores:
             run(turn, refs)
             return tuple(ref[...] for ref in refs)
 
+        def turn(i):
+            if len(self.spans) == 1:
+                return i[None]
+            span = jnp.asarray(self.spans, jnp.int32)[lax.rem(i, len(self.spans))]
+            return jnp.stack([i, *span])
+
         if self.groups * self.parts == 1:
             return group(None, results)
-        return lax.fori_loop(0, self.groups * self.parts, lambda i, results: group(i[None], results), results)
+        return lax.fori_loop(0, self.groups * self.parts, lambda i, results: group(turn(i), results), results)
 
 
 def gradients(

@@ -607,6 +607,45 @@ def test_parts_are_the_fastest_that_were_measured(length, batch, causal, heads, 
     assert hopper_bwd_groups.scores_in_parts(_backward_problem(length, batch, causal, 8, heads)) == parts
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("batch", "kv_heads", "heads"), [(1, 16, 16), (1, 8, 32), (3, 2, 2)])
+@pytest.mark.parametrize("length", [16384 + 128, 32768, 65536])
+def test_longer_rows_leave_scores_of_some_queries_at_a_time(length, batch, kv_heads, heads, causal):
+    """Where a table says so. Each tile of dS once, at a place of its own among those of its part."""
+    problem = _backward_problem(length, batch, causal, kv_heads, heads)
+    assert not HopperBackwardTiles.of(problem).d_query_apart
+    tiles = HopperBackwardTiles(64, d_query_apart=True, holds_keys=True).for_call(problem)
+    assert (tiles.d_query_apart, tiles.holds_keys) == (True, True)
+    left = hopper_bwd_scores.LeftScores(problem, may_sum=True)
+    assert 2 * np.prod(left.shape) <= hopper_bwd_groups.MOST_D_SCORES_BYTES
+    ends = [0, *(last for _, last in left.spans)]
+    assert [first for first, _ in left.spans] == ends[:-1]
+    assert ends[-1] == length // 128
+    assert left.parts == problem.group // left.heads * len(left.spans)
+    assert left.pairs * left.groups == batch * kv_heads
+    for first, last in left.spans:
+        head, keys, queries = np.ix_(range(2), range(length // 128), range(first, last))
+        seen = np.broadcast_to(~np.array(causal) | (keys <= queries), (2, length // 128, last - first))
+        rows = None if len(left.spans) == 1 else (first, last)
+        places = (np.asarray(left.row(head, keys, rows)) + queries)[seen]
+        assert len(np.unique(places)) == places.size
+        assert places.min() == 0
+        assert places.max() < 2 * left.tiles
+
+
+def test_turns_tell_pairs_heads_and_queries():
+    problem = _backward_problem(65536, 1, True, kv_heads=8, heads=32)
+    left = hopper_bwd_scores.LeftScores(problem, may_sum=True)
+    assert len(left.spans) > 1
+    taken = []
+    for turn in range(left.groups * left.parts):
+        told = jnp.array([turn, *left.spans[turn % len(left.spans)]])
+        heads = [int(left.query_heads(told)(head)) for head in range(left.pairs * left.heads)]
+        span = tuple(int(x) for x in left.rows(told))
+        taken += [(head, span) for head in heads]
+    assert sorted(taken) == sorted(itertools.product(range(32), left.spans))
+
+
 def test_pairs_that_fit_whole_do_not_come_in_parts():
     assert hopper_bwd_groups.scores_in_parts(_backward_problem(8192, 2, True, kv_heads=8, heads=32)) is None
     assert hopper_bwd_scores.LeftScores(_backward_problem(8192, 2, True, kv_heads=8, heads=32), may_sum=True).parts == 1
