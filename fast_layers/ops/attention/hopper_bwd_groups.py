@@ -46,10 +46,9 @@ def window_tiles(problem: Problem) -> tuple[int, int] | None:
 
 def scores_tiles(problem: Problem) -> int:
     """Tiles of 128 queries and 128 keys that the backward leaves of a query head's dS."""
-    q_tiles, kv_tiles = problem.q_len // 128, problem.kv_len // 128
     if window := window_tiles(problem):
-        return window[0] * kv_tiles
-    return q_tiles * kv_tiles if problem.mask.band is None else q_tiles * (q_tiles + 1) // 2
+        return window[0] * (problem.kv_len // 128)
+    return span_tiles(problem, 0, problem.q_len // 128)
 
 
 def span_tiles(problem: Problem, first: int, last: int) -> int:
@@ -59,16 +58,37 @@ def span_tiles(problem: Problem, first: int, last: int) -> int:
     return (last * (last + 1) - first * (first + 1)) // 2
 
 
-def _duration(problem: Problem, pairs: int, heads: int) -> float:
-    """Of all pairs of an example and a key/value head, so many at a time, and of each so many query heads, in a tile's
-    time on each SM; of no window."""
-    p, kv_tiles = problem, problem.kv_len // 128
-    work = pairs * scores_tiles(p) / HOPPER_SMS
-    if p.mask.band is None:
-        # Tiles of keys are alike, and a block takes one after the other; under a mask the short ones fill the end.
-        work = -(-pairs * kv_tiles // HOPPER_SMS) * scores_tiles(p) / kv_tiles
-    longest = max(work, p.q_len // 128)
-    return -(-p.batch * p.kv_heads // pairs) * p.group // heads * (heads * longest + _GROUP_COST)
+class Share(NamedTuple):
+    """Of whom dS is left at a time."""
+
+    pairs: int
+    """Of an example and a key/value head."""
+    heads: int
+    """Of each pair's query heads."""
+    spans: tuple[tuple[int, int], ...]
+    """One after the other: first and one behind the last tile of queries."""
+
+    @classmethod
+    def of_all_queries(cls, problem: Problem, pairs: int, heads: int) -> Share:
+        return cls(pairs, heads, ((0, problem.q_len // 128),))
+
+    def duration(self, problem: Problem, sum_cost: float = 0.0) -> float:
+        """Of all pairs, one share after the other, in a tile's time on each SM; of no window. `sum_cost`: of adding to
+        dK and dV of a tile of keys."""
+        p, kv_tiles, total = problem, problem.kv_len // 128, problem.batch * problem.kv_heads
+        launches, of_all = -(-total // self.pairs) * p.group // self.heads, 0.0
+        for first, last in self.spans:
+            work, seen = self.pairs * span_tiles(p, first, last) / HOPPER_SMS, last
+            if p.mask.band is None:
+                # Tiles of keys are alike, and a block takes one after the other; else the short ones fill the end.
+                work, seen = -(-self.pairs * kv_tiles // HOPPER_SMS) * (last - first), kv_tiles
+            longest = max(work, last - first)
+            of_all += launches * (self.heads * longest + _GROUP_COST + self.pairs * seen * sum_cost)
+        return of_all
+
+
+def _duration(problem: Problem, pairs: int, heads: int, sum_cost: float = 0.0) -> float:
+    return Share.of_all_queries(problem, pairs, heads).duration(problem, sum_cost)
 
 
 def _most_tiles(problem: Problem) -> int:
@@ -125,25 +145,10 @@ def scores_in_parts(problem: Problem) -> tuple[int, int] | None:
         for pairs in range(1, most_scores_pairs(p, heads) + 1)
         if p.group % heads == total % pairs == 0
     ]
-
-    def with_sums(pairs: int, heads: int) -> float:
-        return _duration(p, pairs, heads) + p.group // heads * total * (p.kv_len // 128) * _SUM_COST
-
     worth_it = (1 + _MOST_GROUPS_LOSE) * _duration(p, total, p.group)
-    durations = {choice: with_sums(*choice) for choice in choices if _duration(p, *choice) <= worth_it}
+    durations = {choice: _duration(p, *choice, _SUM_COST) for choice in choices if _duration(p, *choice) <= worth_it}
     in_time = (1 + _LATE_FOR_PAIRS) * min(durations.values(), default=0.0)
     return max((choice for choice, duration in durations.items() if duration <= in_time), default=None)
-
-
-class Share(NamedTuple):
-    """Of whom dS is left at a time."""
-
-    pairs: int
-    """Of an example and a key/value head."""
-    heads: int
-    """Of each pair's query heads."""
-    spans: tuple[tuple[int, int], ...]
-    """One after the other: first and one behind the last tile of queries."""
 
 
 @functools.cache
@@ -158,7 +163,7 @@ def scores_by_queries(problem: Problem) -> Share | None:
         most = _most_tiles(p) // max(span_tiles(p, *span) for span in spans)
         shares = itertools.product(_divisors(total, most), _divisors(p.group, most))
         choices += [Share(pairs, heads, spans) for pairs, heads in shares if pairs * heads <= most]
-    return min(choices, key=functools.partial(_duration_of_spans, p), default=None)
+    return min(choices, key=lambda share: share.duration(p, _SUM_COST), default=None)
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -171,18 +176,3 @@ def _equal_spans(problem: Problem, count: int) -> tuple[tuple[int, int], ...]:
     power = 1.0 if problem.mask.band is None else 0.5
     ends = [round(tiles * (i / count) ** power) for i in range(count + 1)]
     return tuple((first, last) for first, last in itertools.pairwise(ends) if first < last)
-
-
-def _duration_of_spans(problem: Problem, choice: Share) -> float:
-    """As `_duration`, with the sums of dK and dV."""
-    p, kv_tiles, total = problem, problem.kv_len // 128, problem.batch * problem.kv_heads
-    launches = total // choice.pairs * (p.group // choice.heads)
-    duration = 0.0
-    for first, last in choice.spans:
-        seen = kv_tiles if p.mask.band is None else last
-        work = choice.pairs * span_tiles(p, first, last) / HOPPER_SMS
-        if p.mask.band is None:
-            work = -(-choice.pairs * kv_tiles // HOPPER_SMS) * (last - first)
-        longest = max(work, last - first)
-        duration += launches * (choice.heads * longest + _GROUP_COST + choice.pairs * seen * _SUM_COST)
-    return duration

@@ -50,7 +50,7 @@ class LeftScores:
     @property
     def tiles(self) -> int:
         """Of one query head, or of the largest part of its queries."""
-        if len(self.spans) == 1:
+        if len(self.spans) == 1:  # which may be those of a window
             return scores_tiles(self.problem)
         return max(span_tiles(self.problem, *span) for span in self.spans)
 
@@ -62,19 +62,22 @@ class LeftScores:
     @functools.cached_property
     def _share(self) -> Share:
         """Of a group."""
-        p, total, whole = self.problem, self.problem.batch * self.problem.kv_heads, ((0, self.problem.q_len // TILE),)
-        if self.places is not None:
-            return Share(self.places, p.group, whole)
-        if self.may_sum and (by_queries := scores_by_queries(p)):
+        p, total = self.problem, self.problem.batch * self.problem.kv_heads
+        if self.may_sum and self.places is None and (by_queries := scores_by_queries(p)):
             return by_queries
+        return Share.of_all_queries(p, *self._pairs_and_heads(p, total))
+
+    def _pairs_and_heads(self, p: Problem, total: int) -> tuple[int, int]:
+        if self.places is not None:
+            return self.places, p.group
         if pairs := scores_group(p):
-            return Share(pairs, p.group, whole)
+            return pairs, p.group
         if self.may_sum and (in_parts := scores_in_parts(p)):
-            return Share(*in_parts, whole)
+            return in_parts
         # Calls that `jax.vmap` joins leave dS if each alone would, if not in the fewest groups.
         if most := most_scores_pairs(p, p.group):
-            return Share(-(-total // -(-total // most)), p.group, whole)
-        return Share(max(n for n in range(1, most_scores_pairs(p, 1) + 1) if total % n == 0), 1, whole)
+            return -(-total // -(-total // most)), p.group
+        return max(n for n in range(1, most_scores_pairs(p, 1) + 1) if total % n == 0), 1
 
     @property
     def pairs(self) -> int:
