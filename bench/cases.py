@@ -146,13 +146,14 @@ class Case:
 
     def bytes(self, pass_: Pass) -> int:
         # Of either pair, as many bytes: Q and out, whose gradients are dQ and dO, and K and V.
-        both = sum(self.depths)
-        of_queries = self.batch * self.q_len * self.heads * both
-        of_keys = self.batch * self.kv_len * self.kv_heads * both
+        of_queries, of_keys = (
+            self.batch * rows * sum(self.depths) for rows in (self.q_len * self.heads, self.kv_len * self.kv_heads)
+        )
+        of_out = self.batch * self.q_len * self.heads * self.depths[1]
         elements = {
             "forward": of_queries + of_keys,
             "backward": 2 * of_queries + 2 * of_keys,
-            "forward+backward": 2 * of_queries + of_queries * self.depths[1] // both + 3 * of_keys,
+            "forward+backward": 2 * of_queries + of_out + 3 * of_keys,
         }[pass_]
         return elements * np.dtype(np.float32 if self.dtype == "float32" else np.float16).itemsize
 

@@ -302,3 +302,24 @@ def test_kernels_compile_well(batch):
             if kernel.spill_store_bytes > most:
                 faults.append(f"{where}: {kernel.spill_store_bytes} bytes are spilled, of {most} at most")
     assert not faults, "\n".join(faults)
+
+
+def test_long_rows_by_some_queries_at_a_time_compile_well():
+    """As a table may have them."""
+
+    def shape(heads):
+        return jax.ShapeDtypeStruct((1, 32_768, heads, 128), jnp.bfloat16)
+
+    tiles = {"tiles": {"q_tile": 64, "d_query_apart": True, "holds_keys": True}}
+    operands, lse = [shape(32), shape(8), shape(8)], jax.ShapeDtypeStruct((1, 32, 32_768), jnp.float32)
+    compilations = [
+        Compilation(attention_functions.hopper_backward, (operands, shape(32), lse), tiles | options)
+        for options in ({}, CAUSAL)
+    ]
+    for report in compile_all_for("h200", compilations):
+        assert report.failure is None
+        kernels = {kernel.name: kernel for kernel in report.kernels}
+        assert set(kernels) == {"attention_backward", "attention_backward_query"}
+        assert not any(kernel.serialised_wgmma for kernel in report.kernels)
+        assert kernels["attention_backward"].spill_store_bytes <= 40
+        assert kernels["attention_backward_query"].spill_store_bytes == 0

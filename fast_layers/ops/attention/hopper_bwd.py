@@ -217,13 +217,12 @@ def _run(
                 if p.dropout_rate:
                     d_value = d_value * logits.survived
                 d_key = d_key * p.scale
-                leave = functools.partial(
-                    send, role, piece, keys, (d_key_ref, d_key), (d_value_ref, d_value), before.steps
-                )
+                both = (d_key_ref, d_key), (d_value_ref, d_value)
+                send_both = functools.partial(send, role, piece, keys, *both, before.steps)
                 if piece.rows is None:
-                    leave()
-                else:
-                    pl.when(piece.first < piece.last)(leave)
+                    send_both()
+                else:  # to sums, to which a tile of keys that none of these queries sees adds nothing
+                    pl.when(piece.first < piece.last)(send_both)
                 if maker is not None:
                     maker.semaphores.tell_left(piece.pair, form.panels + 1)
                 return before

@@ -13,6 +13,7 @@ from fast_layers.ops.attention.config import (
     known_before_the_call,
 )
 from fast_layers.ops.attention.hopper_bwd_groups import (
+    LONGEST_WHOLE,
     scores_by_queries,
     scores_group,
     scores_in_parts,
@@ -29,7 +30,7 @@ _MOST_SHALLOW_TILES = 64
 cut, twice as many."""
 CUT_DEPTH = 64
 """At which pieces of the backward are cut by their queries (hopper_bwd_parts.py)."""
-LONGEST_D_QUERY_APART = {64: 512, 128: 16_384}
+LONGEST_D_QUERY_APART = {64: 512, 128: LONGEST_WHOLE}
 """By depth, the most queries and keys."""
 WHOLE_HEADS_DEPTH = 64
 """Of queries and values, where a block may go through all keys of a head: there dQ, and its sum, have room."""
@@ -149,8 +150,9 @@ class HopperBackwardTiles:
         whole = p.q_len % self.kv_tile == p.kv_len % self.kv_tile == 0 and p.qk_dim == p.v_dim in (64, 128)
         if p.per_score or not own or not whole:
             return False
-        in_parts = scores_in_parts(p) is not None or scores_by_queries(p) is not None
-        return scores_group(p) > 0 or (self.holds_keys and in_parts)
+        if scores_group(p) > 0:
+            return True
+        return self.holds_keys and (scores_in_parts(p) is not None or scores_by_queries(p) is not None)
 
     def takes_whole_heads(self, problem: Problem) -> bool:
         """At one depth, no mask or a causal one over as many keys as queries. A block comes back to a tile of queries

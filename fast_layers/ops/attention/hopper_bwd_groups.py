@@ -27,7 +27,7 @@ _GROUP_COST = 4
 """Of a group's kernels to start and end, in the time of a tile."""
 _SUM_COST = 0.014
 """Likewise, to add dK and dV of a tile of keys to what is there: 256 KiB to be read and written."""
-_LONGEST_WHOLE = 16_384
+LONGEST_WHOLE = 16_384
 """Rows up to here leave dS of all their queries: as measured."""
 _MOST_SPANS = 64
 """Of the queries of longer ones."""
@@ -156,7 +156,7 @@ def scores_by_queries(problem: Problem) -> Share | None:
     """For rows so long that dS of few heads, or of not even one, is there at a time. None for shorter ones, and where
     not one tile of queries may leave it."""
     p, total = problem, problem.batch * problem.kv_heads
-    if p.q_len <= _LONGEST_WHOLE or window_tiles(p) or not known_before_the_call(p):
+    if p.q_len <= LONGEST_WHOLE or window_tiles(p) or not known_before_the_call(p):
         return None
     choices = []
     for spans in map(functools.partial(_equal_spans, p), range(1, _MOST_SPANS + 1)):

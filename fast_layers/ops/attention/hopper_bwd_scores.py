@@ -111,19 +111,18 @@ class LeftScores:
     def row(self, head: Any, kv_index: Any, rows: tuple[Any, Any] | None = None) -> Any:
         """The place of a query tile among all tiles, less its index; `head`: of the query heads at a time; `rows`: of a
         part, if not None."""
-        p, q_tiles = self.problem, self.problem.q_len // TILE
-        if rows is not None:
-            before, q_tiles = rows[0], rows[1] - rows[0]
-            if p.mask.band is None:
-                return head * self.tiles + kv_index * q_tiles - before
-            whole, cut = jnp.minimum(kv_index, before), jnp.maximum(kv_index - before, 0)
-            return head * self.tiles + whole * q_tiles + lax.div(cut * (2 * q_tiles - 1 - cut), 2) - before
+        p, first = self.problem, head * self.tiles
         if window := window_tiles(p):
             width, before = window
-            return head * self.tiles + kv_index * width - jnp.maximum(kv_index - before, 0)
+            return first + kv_index * width - jnp.maximum(kv_index - before, 0)
+        q_tiles = p.q_len // TILE
+        if rows is not None:
+            first, q_tiles = first - rows[0], rows[1] - rows[0]
         if p.mask.band is None:
-            return head * self.tiles + kv_index * q_tiles
-        return head * self.tiles + lax.div(kv_index * (2 * q_tiles - 1 - kv_index), 2)
+            return first + kv_index * q_tiles
+        if rows is not None:  # all of which see the tiles of keys before them
+            first, kv_index = first + jnp.minimum(kv_index, rows[0]) * q_tiles, jnp.maximum(kv_index - rows[0], 0)
+        return first + lax.div(kv_index * (2 * q_tiles - 1 - kv_index), 2)
 
     def first_pair(self, turn_ref: Any) -> Any:
         """In a kernel: of the group; `turn_ref` as `in_groups` gives it."""

@@ -281,9 +281,12 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             normaliser = normaliser * logits.survived
         sends = not by_values or again is not None  # by itself, and not the load warpgroup
         if sends:
-            out_slot = query if s.out_slots is None else s.out_slots.at[warpgroup]
-            if by_values and not shares_slot:
+            if shares_slot:
+                out_slot = query
+            elif by_values:
                 out_slot = hopper_fwd_out.own_slot_again(work, s, warpgroup)
+            else:
+                out_slot = s.out_slots.at[warpgroup]
         else:
             pass_over(end, block_span.tiles)
             out_slot = hopper_fwd_out.own_slot(work, s, warpgroup, steps + block_span.tiles)
