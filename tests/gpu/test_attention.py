@@ -19,11 +19,11 @@ import fast_layers
 from fast_layers.arch import lowering_targets
 from fast_layers.dispatch import PASSES
 from fast_layers.kernel_parts.row_sizes import sizes_of
-from fast_layers.ops.attention import api, hopper_call, tuned
+from fast_layers.ops.attention import api, hopper_bwd_scores, hopper_call
 from fast_layers.ops.attention.backends import BACKENDS
 from fast_layers.ops.attention.hopper_bwd_beside import Sequence
 from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
-from fast_layers.ops.attention.hopper_bwd_scores import LeftScores
+from fast_layers.ops.attention.hopper_bwd_groups import Share, scores_by_queries
 from fast_layers.testing import check_parity
 from fast_layers.testing.closeness import assert_bitwise_equal, assert_close, judge
 from fast_layers.testing.parity import CASES, Case
@@ -307,30 +307,22 @@ def test_many_pieces_of_depths_over_128(backend, name):
     refusals.settle(backend, table)
 
 
-LONG = {
-    "causal": Case(q_len=16_512, kv_len=16_512, heads=2, kv_heads=2, is_causal=True),
-    "causal, grouped heads": Case(q_len=16_512, kv_len=16_512, heads=2, kv_heads=1, is_causal=True),
-    "full": Case(q_len=16_512, kv_len=8192, heads=2, kv_heads=2),
-}
+@pytest.mark.parametrize("share", [Share(2, 1, 65), Share(1, 2, 65), Share(2, 4, 10)], ids=str)
+def test_long_rows_that_leave_scores_of_some_queries_at_a_time(share, monkeypatch):
+    """The first as Hopper's backward chooses it."""
+    case = Case(batch=2, q_len=16_640, kv_len=8192, heads=4, kv_heads=1, qk_dim=128, v_dim=128)
+    chosen = []
 
+    def by_queries(problem):
+        chosen.append(scores_by_queries(problem))
+        return share
 
-@pytest.mark.parametrize("name", LONG)
-def test_long_rows_that_leave_scores_of_some_queries_at_a_time(name, monkeypatch):
-    """Where a table has Hopper's backward do so."""
-    case = dataclasses.replace(LONG[name], batch=1, qk_dim=128, v_dim=128)
-    tiles = HopperBackwardTiles(64, d_query_apart=True, holds_keys=True)
-    asked = []
-
-    def find(problem, pass_):
-        asked.append(problem)
-        return tiles.for_call(problem) if pass_ == "backward" else None
-
-    monkeypatch.setattr(tuned, "find", find)
+    monkeypatch.setattr(hopper_bwd_scores, "scores_by_queries", by_queries)
     jax.clear_caches()
-    table = check_parity(backends=["hopper"], cases={name: case}, dtypes=[jnp.bfloat16])
+    table = check_parity(backends=["hopper"], cases={str(share): case}, dtypes=[jnp.bfloat16])
     jax.clear_caches()
     refusals.settle("hopper", table)
-    assert len(LeftScores(asked[-1], may_sum=True).spans) > 1
+    assert set(chosen) == {Share(2, 1, 65)}
 
 
 # Hopper's backward leaves dS of their tiles at depth 128: of all heads at once, or of two groups of them.

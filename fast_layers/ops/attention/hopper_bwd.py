@@ -30,8 +30,8 @@ Where all pieces are alike, and few are left when all blocks have taken as many,
 (hopper_bwd_parts.py).
 
 With `d_query_apart` dS goes to the GPU's memory instead, another kernel makes dQ of it, or of long rows other blocks of
-this one (hopper_bwd_beside.py), and there are no units. Of long grouped heads dS goes there in parts, and of rows over
-16,384, if at all, for some of the queries at a time; parts add to dK and dV.
+this one (hopper_bwd_beside.py), and there are no units. Of long grouped heads dS goes there in parts, of some of the
+heads, or without a mask of the queries, at a time; these add to dK and dV.
 
 What comes before and after is in hopper_bwd_call.py, the order of tiles in hopper_bwd_pieces.py. The roles are in
 hopper_bwd_load.py and hopper_bwd_steps.py, with hopper_bwd_d_query.py and hopper_bwd_send.py for what they leave.
@@ -167,8 +167,8 @@ def _run(
 
         first_pair = jnp.int32(0) if left is None else left.first_pair(turn_ref)
         some_heads = form.heads, 0 if left is None else left.first_head(turn_ref)
-        rows = None if left is None else left.rows(turn_ref)
-        piece_of = functools.partial(Piece.of, p, tiles, order, mask, inputs, first_pair, some_heads, form.cut, rows)
+        queries = None if left is None or left.q_parts == 1 else (left.q_tiles, left.first_tile(turn_ref))
+        piece_of = functools.partial(Piece.of, p, tiles, order, mask, inputs, first_pair, some_heads, form.cut, queries)
 
         def each_piece(role, before):
             """The last `before = role(piece, turn, before)`, from what `before` makes; `turn` counts the pieces."""
@@ -217,12 +217,7 @@ def _run(
                 if p.dropout_rate:
                     d_value = d_value * logits.survived
                 d_key = d_key * p.scale
-                both = (d_key_ref, d_key), (d_value_ref, d_value)
-                send_both = functools.partial(send, role, piece, keys, *both, before.steps)
-                if piece.rows is None:
-                    send_both()
-                else:  # to sums, to which a tile of keys that none of these queries sees adds nothing
-                    pl.when(piece.first < piece.last)(send_both)
+                send(role, piece, keys, (d_key_ref, d_key), (d_value_ref, d_value), before.steps)
                 if maker is not None:
                     maker.semaphores.tell_left(piece.pair, form.panels + 1)
                 return before

@@ -60,12 +60,11 @@ def _tiles_seen(p: Problem, q_index: np.ndarray) -> np.ndarray:
     return last - first
 
 
-def _schedule(p: Problem, heads: int) -> tuple[TileOrder, np.ndarray]:
+def _schedule(p: Problem, heads: int, q_tiles: int) -> tuple[TileOrder, np.ndarray]:
     """Which tiles of queries each block takes, from last to first, as `deal` says it.
 
     Of as few heads at a time as keep all blocks busy: neighbouring tiles' dS lies together, and is read faster so.
     """
-    q_tiles = p.q_len // TILE
     blocks = min(heads * q_tiles, HOPPER_SMS)
     by_tile = _PIECE_COST + _tiles_seen(p, np.arange(q_tiles)[::-1])
     soonest = max(heads * by_tile.sum() / blocks, -(-heads * q_tiles // blocks) * by_tile.min(), by_tile.max())
@@ -90,15 +89,13 @@ def d_query(
 ):
     """Writes a group's dQ; `turn` as `LeftScores.in_groups` gives it."""
     p, depth = left.problem, key.shape[3]
-    q_tiles = p.q_len // TILE
+    q_tiles = left.q_tiles
     heads, mask = left.pairs * left.heads, TileMask(p, TILE, TILE, None)
     hides = visits is not None or mask.hides
     order: Any = None
     schedule: Any = None
-    if len(left.spans) > 1:
-        q_tiles = max(last - first for first, last in left.spans)
-    elif visits is None:
-        order, schedule = _schedule(p, heads)
+    if visits is None:
+        order, schedule = _schedule(p, heads, q_tiles)
     blocks = heads * q_tiles if schedule is None else len(schedule)
     arrays, tree = jax.tree.flatten((d_scores, key, None if schedule is None else jnp.asarray(schedule), visits, turn))
 
@@ -107,23 +104,17 @@ def d_query(
         d_query_ref = refs[tree.num_leaves]
         s = Scratch(**scratch)
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        query_head, part = left.query_heads(turn_ref), left.rows(turn_ref)
+        query_head, first_tile = left.query_heads(turn_ref), left.first_tile(turn_ref)
 
         def each_tile(role, state):
             """The last `state = role(head within the group, q_index, its tiles of keys, state)`."""
             if visits_ref is not None:
                 head, q_index, *span = visits_ref.of_queries(block, heads, query_head(0), p.heads)
                 return role(head, q_index, Span(*span), state)
-            if part is not None:
-                # From the last queries on, which have most to do.
-                head, q_index = lax.rem(block, heads), part[1] - 1 - lax.div(block, heads)
-                there = q_index >= part[0]
-                span = mask.key_span(0, jnp.maximum(q_index, 0))
-                return lax.cond(there, lambda x: role(head, q_index, span, x), lambda x: x, state)
 
             def take(_, index, state):
                 head, tiles_after = order.locate(index)
-                q_index = q_tiles - 1 - tiles_after
+                q_index = first_tile + q_tiles - 1 - tiles_after
                 return role(head, q_index, mask.key_span(0, q_index), state)
 
             return each_dealt(schedule_ref, block, take, state)
@@ -140,7 +131,7 @@ def d_query(
                     slot, keys = lax.rem(step, STAGES), pl.ds(j * TILE, TILE)
                     pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(s.consumed.at[slot]))
                     for i in range(WARPGROUPS):
-                        tile_part = d_scores_ref.at[WARPGROUPS * (left.row(head, j, part) + q_index) + i]
+                        tile_part = d_scores_ref.at[WARPGROUPS * (left.row(head, j, first_tile) + q_index) + i]
                         plgpu.copy_gmem_to_smem(tile_part, s.score_slots.at[slot, i], s.ready.at[slot])
                     plgpu.copy_gmem_to_smem(key_ref.at[example, keys, kv_head], s.key_slots.at[slot], s.ready.at[slot])
                     return step + 1

@@ -30,8 +30,8 @@ _MOST_SHALLOW_TILES = 64
 cut, twice as many."""
 CUT_DEPTH = 64
 """At which pieces of the backward are cut by their queries (hopper_bwd_parts.py)."""
-LONGEST_D_QUERY_APART = {64: 512, 128: LONGEST_WHOLE}
-"""By depth, the most queries and keys."""
+LONGEST_D_QUERY_APART = {64: 512, 128: 32_768}
+"""By depth, the most queries and keys; where arrays tell what is hidden no more than `LONGEST_WHOLE`."""
 WHOLE_HEADS_DEPTH = 64
 """Of queries and values, where a block may go through all keys of a head: there dQ, and its sum, have room."""
 _MOST_ROWS_BY_HEAD = 1024
@@ -199,7 +199,8 @@ class HopperBackwardTiles:
         if window := window_tiles(p):
             short = window[0] * cls.kv_tile <= WIDEST_WINDOW_APART.get(p.qk_dim, 0)
         else:
-            short = max(p.q_len, p.kv_len) <= LONGEST_D_QUERY_APART.get(p.qk_dim, 0)
+            longest = LONGEST_D_QUERY_APART.get(p.qk_dim, 0)
+            short = max(p.q_len, p.kv_len) <= (longest if known_before_the_call(p) else min(longest, LONGEST_WHOLE))
         timed = known_before_the_call(p) or p.qk_dim == 128
         tiles_held = min(p.q_len, p.kv_len) // cls.kv_tile
         long = tiles_held >= _FEWEST_TILES_HELD * (1 if band is None else 2)

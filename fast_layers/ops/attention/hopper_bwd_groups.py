@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import NamedTuple
 
 from fast_layers.ops.attention.config import HOPPER_SMS, MAX_SHALLOW_DEPTH, known_before_the_call
@@ -27,12 +26,16 @@ _GROUP_COST = 4
 """Of a group's kernels to start and end, in the time of a tile."""
 _SUM_COST = 0.014
 """Likewise, to add dK and dV of a tile of keys to what is there: 256 KiB to be read and written."""
+_D_QUERY_COST = 0.3
+"""Likewise, to make dQ of a tile of dS."""
 LONGEST_WHOLE = 16_384
 """Rows up to here leave dS of all their queries: as measured."""
-_MOST_SPANS = 64
-"""Of the queries of longer ones."""
 _LATE_FOR_PAIRS = 0.01
 """Parts are of more pairs where all are finished so little later: of few, all tiles of keys start at once."""
+
+_LATE_FOR_QUERIES = 0.01
+"""Likewise, parts of the queries are larger: 32 heads on 8, of 32,768 tokens, were 1 to 2 % faster with 128 or 64 tiles
+of queries of one or two heads at a time than with 32 of four (bench/NOTES.md)."""
 
 
 def window_tiles(problem: Problem) -> tuple[int, int] | None:
@@ -48,14 +51,8 @@ def scores_tiles(problem: Problem) -> int:
     """Tiles of 128 queries and 128 keys that the backward leaves of a query head's dS."""
     if window := window_tiles(problem):
         return window[0] * (problem.kv_len // 128)
-    return span_tiles(problem, 0, problem.q_len // 128)
-
-
-def span_tiles(problem: Problem, first: int, last: int) -> int:
-    """Likewise, of dS of some tiles of 128 queries, no mask or a causal one."""
-    if problem.mask.band is None:
-        return (last - first) * (problem.kv_len // 128)
-    return (last * (last + 1) - first * (first + 1)) // 2
+    q_tiles, kv_tiles = problem.q_len // 128, problem.kv_len // 128
+    return q_tiles * kv_tiles if problem.mask.band is None else q_tiles * (q_tiles + 1) // 2
 
 
 class Share(NamedTuple):
@@ -65,30 +62,33 @@ class Share(NamedTuple):
     """Of an example and a key/value head."""
     heads: int
     """Of each pair's query heads."""
-    spans: tuple[tuple[int, int], ...]
-    """One after the other: first and one behind the last tile of queries."""
+    q_tiles: int
+    """Of 128 queries: all of them, or without a mask a part, of so many each."""
 
-    @classmethod
-    def of_all_queries(cls, problem: Problem, pairs: int, heads: int) -> Share:
-        return cls(pairs, heads, ((0, problem.q_len // 128),))
+    def launches(self, problem: Problem) -> int:
+        """Of a kernel that leaves dS, and one that makes dQ of it."""
+        p, groups = problem, -(-problem.batch * problem.kv_heads // self.pairs)
+        return groups * (p.group // self.heads) * (p.q_len // 128 // self.q_tiles)
 
     def duration(self, problem: Problem, sum_cost: float = 0.0) -> float:
         """Of all pairs, one share after the other, in a tile's time on each SM; of no window. `sum_cost`: of adding to
         dK and dV of a tile of keys."""
-        p, kv_tiles, total = problem, problem.kv_len // 128, problem.batch * problem.kv_heads
-        launches, of_all = -(-total // self.pairs) * p.group // self.heads, 0.0
-        for first, last in self.spans:
-            work, seen = self.pairs * span_tiles(p, first, last) / HOPPER_SMS, last
-            if p.mask.band is None:
-                # Tiles of keys are alike, and a block takes one after the other; else the short ones fill the end.
-                work, seen = -(-self.pairs * kv_tiles // HOPPER_SMS) * (last - first), kv_tiles
-            longest = max(work, last - first)
-            of_all += launches * (self.heads * longest + _GROUP_COST + self.pairs * seen * sum_cost)
-        return of_all
+        p, kv_tiles = problem, problem.kv_len // 128
+        work = self.pairs * scores_tiles(p) / HOPPER_SMS
+        if p.mask.band is None:
+            # Tiles of keys are alike, and a block takes one after the other; else the short ones fill the end.
+            work = -(-self.pairs * kv_tiles // HOPPER_SMS) * self.q_tiles
+        longest = max(work, self.q_tiles)
+        return self.launches(p) * (self.heads * longest + _GROUP_COST + self.pairs * kv_tiles * sum_cost)
+
+    def d_query_duration(self, problem: Problem) -> float:
+        """Likewise, of dQ without a mask."""
+        turns = -(-self.pairs * self.heads * self.q_tiles // HOPPER_SMS)
+        return self.launches(problem) * turns * _D_QUERY_COST * (problem.kv_len // 128)
 
 
 def _duration(problem: Problem, pairs: int, heads: int, sum_cost: float = 0.0) -> float:
-    return Share.of_all_queries(problem, pairs, heads).duration(problem, sum_cost)
+    return Share(pairs, heads, problem.q_len // 128).duration(problem, sum_cost)
 
 
 def _most_tiles(problem: Problem) -> int:
@@ -153,26 +153,28 @@ def scores_in_parts(problem: Problem) -> tuple[int, int] | None:
 
 @functools.cache
 def scores_by_queries(problem: Problem) -> Share | None:
-    """For rows so long that dS of few heads, or of not even one, is there at a time. None for shorter ones, and where
-    not one tile of queries may leave it."""
-    p, total = problem, problem.batch * problem.kv_heads
-    if p.q_len <= LONGEST_WHOLE or window_tiles(p) or not known_before_the_call(p):
+    """For long rows of heads that share keys, without a mask, of which dS of a head is too much. None for others, and
+    where parts of the queries would lose too much."""
+    p, total, all_tiles = problem, problem.batch * problem.kv_heads, problem.q_len // 128
+    if p.q_len <= LONGEST_WHOLE or p.group == 1 or p.mask.band is not None or not known_before_the_call(p):
         return None
-    choices = []
-    for spans in map(functools.partial(_equal_spans, p), range(1, _MOST_SPANS + 1)):
-        most = _most_tiles(p) // max(span_tiles(p, *span) for span in spans)
-        shares = itertools.product(_divisors(total, most), _divisors(p.group, most))
-        choices += [Share(pairs, heads, spans) for pairs, heads in shares if pairs * heads <= most]
-    return min(choices, key=lambda share: share.duration(p, _SUM_COST), default=None)
+    choices = [
+        Share(pairs, heads, q_tiles)
+        for q_tiles in _divisors(all_tiles)
+        for pairs in _divisors(total)
+        for heads in _divisors(p.group)
+        if pairs * heads * q_tiles * (p.kv_len // 128) <= _most_tiles(p)
+    ]
+
+    def takes(share: Share, sum_cost: float) -> float:
+        return share.duration(p, sum_cost) + share.d_query_duration(p)
+
+    worth_it = (1 + _MOST_GROUPS_LOSE) * takes(Share(total, p.group, all_tiles), 0.0)
+    durations = {share: takes(share, _SUM_COST) for share in choices if takes(share, 0.0) <= worth_it}
+    in_time = (1 + _LATE_FOR_QUERIES) * min(durations.values(), default=0.0)
+    found = [share for share, duration in durations.items() if duration <= in_time]
+    return max(found, key=lambda share: share.q_tiles, default=None)
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
-
-
-def _equal_spans(problem: Problem, count: int) -> tuple[tuple[int, int], ...]:
-    """Of all tiles of queries, as many spans with about as much dS each."""
-    tiles = problem.q_len // 128
-    power = 1.0 if problem.mask.band is None else 0.5
-    ends = [round(tiles * (i / count) ** power) for i in range(count + 1)]
-    return tuple((first, last) for first, last in itertools.pairwise(ends) if first < last)
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -187,8 +187,8 @@ class Piece(NamedTuple):
     part: Any = None
     """Which it is of all parts of pieces that are cut, less than 0 for a whole piece, None where none are cut. A part's
     query tiles are those from `start` on."""
-    rows: tuple[Any, Any] | None = None
-    """Of which dS is left, as `LeftScores` gives them."""
+    first_tile: Any = 0
+    """Of 128 queries, of the part that leaves dS."""
 
     @classmethod
     def of(
@@ -201,11 +201,11 @@ class Piece(NamedTuple):
         first_pair: Any,
         heads: tuple[int, Any],
         cut: Cut | None,
-        rows: tuple[Any, Any] | None,
+        queries: tuple[int, Any] | None,
         index: Any,
     ) -> Piece:
-        """`heads`: how many of those that share a key/value head, and the first of them; `rows` as `LeftScores` gives
-        them."""
+        """`heads`: how many of those that share a key/value head, and the first of them; `queries`, of which dS is left
+        at a time, where not of all: tiles of 128, and the first of them."""
         part: Any = None
         if cut is not None:
             part = index - cut.whole
@@ -217,9 +217,8 @@ class Piece(NamedTuple):
             # dS is read by whole tiles.
             halves = TILE // tiles.q_tile
             first, last = lax.div(first, halves) * halves, lax.div(last + (halves - 1), halves) * halves
-            if rows is not None:
-                first = jnp.maximum(first, rows[0] * halves)
-                last = jnp.maximum(first, jnp.minimum(last, rows[1] * halves))
+            if queries is not None:
+                first, last = queries[1] * halves, (queries[1] + queries[0]) * halves
         at_start = _hides_at_start(p, tiles, mask, heads[0])
         apart = tiles.ragged_apart and mask.hides and mask.is_band and not at_start
         full = last, last
@@ -233,9 +232,9 @@ class Piece(NamedTuple):
         if cut is not None:
             start = jnp.where(part < 0, start, lax.rem(part, cut.parts) * cut.steps)
             last = jnp.where(part < 0, last, cut.steps)
-        first_head = kv_head * p.group + heads[1]
+        first_head, first_tile = kv_head * p.group + heads[1], 0 if queries is None else queries[1]
         place = pair, example, kv_head, first_head, kv_index
-        return cls(p, mask, at_start, apart, heads[0], *place, first, last, full, start, part, rows)
+        return cls(p, mask, at_start, apart, heads[0], *place, first, last, full, start, part, first_tile)
 
     @classmethod
     def visited(

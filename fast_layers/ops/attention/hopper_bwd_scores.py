@@ -3,8 +3,8 @@
 A kernel leaves dS, its keys first, and another one makes dQ of it. All heads' dS at once would grow with the square of
 the length. So a group of heads after the other leaves it in one bounded array, and all write into the same results. A
 group is of neighbouring pairs of an example and a key/value head. Where too few pairs would fit with all query heads
-that share the key/value head, they come in parts of those heads, one after the other, and add to dK and dV in float32,
-in that order in every run.
+that share the key/value head, they come in parts of those heads, or of longer rows without a mask in parts of their
+queries, one after the other, and add to dK and dV in float32, in that order in every run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from fast_layers.ops.attention.hopper_bwd_groups import (
     scores_group,
     scores_in_parts,
     scores_tiles,
-    span_tiles,
     window_tiles,
 )
 from fast_layers.ops.attention.hopper_call import ROWS
@@ -49,15 +48,20 @@ class LeftScores:
 
     @property
     def tiles(self) -> int:
-        """Of one query head, or of the largest part of its queries."""
-        if len(self.spans) == 1:  # which may be those of a window
+        """Of one query head, or of the part of its queries."""
+        if self.q_parts == 1:  # of which a mask may hide some
             return scores_tiles(self.problem)
-        return max(span_tiles(self.problem, *span) for span in self.spans)
+        return self.q_tiles * (self.problem.kv_len // TILE)
 
     @property
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """First and one behind the last tile of queries of each part of these."""
-        return self._share.spans
+    def q_tiles(self) -> int:
+        """Of a query head, those that leave dS at a time."""
+        return self._share.q_tiles
+
+    @property
+    def q_parts(self) -> int:
+        """Into which the queries are divided: neighbours, as many in each."""
+        return self.problem.q_len // TILE // self.q_tiles
 
     @functools.cached_property
     def _share(self) -> Share:
@@ -65,7 +69,7 @@ class LeftScores:
         p, total = self.problem, self.problem.batch * self.problem.kv_heads
         if self.may_sum and self.places is None and (by_queries := scores_by_queries(p)):
             return by_queries
-        return Share.of_all_queries(p, *self._pairs_and_heads(p, total))
+        return Share(*self._pairs_and_heads(p, total), p.q_len // TILE)
 
     def _pairs_and_heads(self, p: Problem, total: int) -> tuple[int, int]:
         if self.places is not None:
@@ -92,7 +96,7 @@ class LeftScores:
     @property
     def parts(self) -> int:
         """Into which the query heads of a pair, and their queries, are divided."""
-        return self.problem.group // self.heads * len(self.spans)
+        return self.problem.group // self.heads * self.q_parts
 
     @property
     def groups(self) -> int:
@@ -108,21 +112,16 @@ class LeftScores:
         """Of a pair's dS among all for which there is place."""
         return pair if self.places is None else lax.rem(pair, self.places)
 
-    def row(self, head: Any, kv_index: Any, rows: tuple[Any, Any] | None = None) -> Any:
-        """The place of a query tile among all tiles, less its index; `head`: of the query heads at a time; `rows`: of a
-        part, if not None."""
+    def row(self, head: Any, kv_index: Any, first_tile: Any = 0) -> Any:
+        """The place of a query tile among all tiles, less its index; `head`: of the query heads at a time;
+        `first_tile`: of the part of the queries."""
         p, first = self.problem, head * self.tiles
         if window := window_tiles(p):
             width, before = window
             return first + kv_index * width - jnp.maximum(kv_index - before, 0)
-        q_tiles = p.q_len // TILE
-        if rows is not None:
-            first, q_tiles = first - rows[0], rows[1] - rows[0]
         if p.mask.band is None:
-            return first + kv_index * q_tiles
-        if rows is not None:  # all of which see the tiles of keys before them
-            first, kv_index = first + jnp.minimum(kv_index, rows[0]) * q_tiles, jnp.maximum(kv_index - rows[0], 0)
-        return first + lax.div(kv_index * (2 * q_tiles - 1 - kv_index), 2)
+            return first + kv_index * self.q_tiles - first_tile
+        return first + lax.div(kv_index * (2 * self.q_tiles - 1 - kv_index), 2)
 
     def first_pair(self, turn_ref: Any) -> Any:
         """In a kernel: of the group; `turn_ref` as `in_groups` gives it."""
@@ -136,11 +135,11 @@ class LeftScores:
         """In a kernel: of those that share a key/value head, the first of the part."""
         if self.heads == self.problem.group:
             return jnp.int32(0)
-        return lax.div(lax.rem(turn_ref[0], self.parts), len(self.spans)) * self.heads
+        return lax.div(lax.rem(turn_ref[0], self.parts), self.q_parts) * self.heads
 
-    def rows(self, turn_ref: Any) -> tuple[Any, Any] | None:
-        """In a kernel: of a part's tiles of queries the first and one behind the last; None where none are cut."""
-        return None if len(self.spans) == 1 else (turn_ref[1], turn_ref[2])
+    def first_tile(self, turn_ref: Any) -> Any:
+        """In a kernel: of the part of the queries."""
+        return jnp.int32(0) if self.q_parts == 1 else lax.rem(turn_ref[0], self.q_parts) * self.q_tiles
 
     def query_heads(self, turn_ref: Any) -> Callable[[Any], Any]:
         """In a kernel: which of all examples' query heads is the given one of those at a time."""
@@ -160,15 +159,9 @@ class LeftScores:
             run(turn, refs)
             return tuple(ref[...] for ref in refs)
 
-        def turn(i):
-            if len(self.spans) == 1:
-                return i[None]
-            span = jnp.asarray(self.spans, jnp.int32)[lax.rem(i, len(self.spans))]
-            return jnp.stack([i, *span])
-
         if self.groups * self.parts == 1:
             return group(None, results)
-        return lax.fori_loop(0, self.groups * self.parts, lambda i, results: group(turn(i), results), results)
+        return lax.fori_loop(0, self.groups * self.parts, lambda i, results: group(i[None], results), results)
 
 
 def gradients(

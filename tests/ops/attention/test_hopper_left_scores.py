@@ -84,43 +84,56 @@ def test_parts_are_the_fastest_that_were_measured(length, batch, causal, heads, 
     assert hopper_bwd_groups.scores_in_parts(problem_of(length, batch, causal, 8, heads)) == parts
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("batch", "kv_heads", "heads"), [(1, 16, 16), (1, 8, 32), (3, 2, 2)])
-@pytest.mark.parametrize("length", [16384 + 128, 32768, 65536])
-def test_longer_rows_leave_scores_of_some_queries_at_a_time(length, batch, kv_heads, heads, causal):
-    """Where a table says so. Each tile of dS once, at a place of its own among those of its part."""
+@pytest.mark.parametrize(
+    ("length", "batch", "causal", "kv_heads", "heads", "share"),
+    [
+        (32768, 1, True, 16, 16, (1, 1, 256)),
+        (32768, 1, True, 8, 32, (1, 1, 256)),
+        (32768, 1, False, 8, 32, (1, 1, 128)),
+        (20480, 1, True, 16, 16, (2, 1, 160)),
+        (20480, 3, False, 8, 32, (4, 1, 32)),
+        (16384, 1, False, 8, 32, (2, 1, 128)),
+    ],
+)
+def test_what_long_rows_leave_at_a_time(length, batch, causal, kv_heads, heads, share):
+    """Without a mask a part of the queries, if heads share keys."""
     problem = problem_of(length, batch, causal, kv_heads, heads)
-    assert not HopperBackwardTiles.of(problem).d_query_apart
-    tiles = HopperBackwardTiles(64, d_query_apart=True, holds_keys=True).for_call(problem)
+    tiles = HopperBackwardTiles.of(problem)
     assert (tiles.d_query_apart, tiles.holds_keys) == (True, True)
     left = hopper_bwd_scores.LeftScores(problem, may_sum=True)
+    assert (left.pairs, left.heads, left.q_tiles) == share
     assert 2 * np.prod(left.shape) <= hopper_bwd_groups.MOST_D_SCORES_BYTES
-    ends = [0, *(last for _, last in left.spans)]
-    assert [first for first, _ in left.spans] == ends[:-1]
-    assert ends[-1] == length // 128
-    assert left.parts == problem.group // left.heads * len(left.spans)
-    assert left.pairs * left.groups == batch * kv_heads
-    for first, last in left.spans:
-        head, keys, queries = np.ix_(range(2), range(length // 128), range(first, last))
-        seen = np.broadcast_to(~np.array(causal) | (keys <= queries), (2, length // 128, last - first))
-        rows = None if len(left.spans) == 1 else (first, last)
-        places = (np.asarray(left.row(head, keys, rows)) + queries)[seen]
-        assert len(np.unique(places)) == places.size
-        assert places.min() == 0
-        assert places.max() < 2 * left.tiles
 
 
-def test_turns_tell_pairs_heads_and_queries():
-    problem = problem_of(65536, 1, True, kv_heads=8, heads=32)
-    left = hopper_bwd_scores.LeftScores(problem, may_sum=True)
-    assert len(left.spans) > 1
+@pytest.mark.parametrize(
+    ("length", "causal", "kv_heads", "heads"),
+    [
+        (32768, False, 16, 16),  # no faster so, and the sums take memory
+        (65536, True, 16, 16),  # one head's dS takes 4 GiB
+        (65536, False, 8, 32),  # too few tiles of queries at a time for all SMs
+        (24576, True, 16, 16),  # the longest tile of one head's keys ends after all others
+        (128 * 251, False, 8, 32),  # a prime number of tiles
+    ],
+)
+def test_long_rows_whose_d_query_stays_in_the_kernel(length, causal, kv_heads, heads):
+    assert not HopperBackwardTiles.of(problem_of(length, 1, causal, kv_heads, heads)).d_query_apart
+
+
+@pytest.mark.parametrize(("length", "batch", "heads"), [(32768, 1, 32), (20480, 3, 64)])
+def test_each_tile_of_a_part_of_the_queries_has_a_place(length, batch, heads):
+    left = hopper_bwd_scores.LeftScores(problem_of(length, batch, False, kv_heads=8, heads=heads), may_sum=True)
+    assert left.parts == heads // 8 // left.heads * left.q_parts
+    assert left.pairs * left.groups == batch * 8
     taken = []
     for turn in range(left.groups * left.parts):
-        told = jnp.array([turn, *left.spans[turn % len(left.spans)]])
-        heads = [int(left.query_heads(told)(head)) for head in range(left.pairs * left.heads)]
-        span = tuple(int(x) for x in left.rows(told))
-        taken += [(head, span) for head in heads]
-    assert sorted(taken) == sorted(itertools.product(range(32), left.spans))
+        told = jnp.array([turn])
+        first_tile = int(left.first_tile(told))
+        taken += [(int(left.query_heads(told)(head)), first_tile) for head in range(left.pairs * left.heads)]
+        head, keys, queries = np.ix_(range(2), range(length // 128), range(first_tile, first_tile + left.q_tiles))
+        places = np.asarray(left.row(head, keys, first_tile)) + queries
+        assert np.array_equal(np.sort(places, axis=None), np.arange(2 * left.tiles))
+    of_queries = range(0, length // 128, left.q_tiles)
+    assert sorted(taken) == sorted(itertools.product(range(batch * heads), of_queries))
 
 
 def test_pairs_that_fit_whole_do_not_come_in_parts():
