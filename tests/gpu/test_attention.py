@@ -222,12 +222,13 @@ def test_a_broken_key_that_the_forward_found_spoils_nobody_before_it(name, broke
     assert_close(got[:, :first], oracle[:, :first], yardstick[:, :first], name="query")
 
 
-# (batch, length, heads, causal), of depth 128, where Hopper's backward makes
-# dQ by blocks among those that leave dS.
+# (batch, length, heads, key heads, causal), of depth 128, where Hopper's backward makes dQ by blocks among those that
+# leave dS.
 BESIDE = {
-    "causal": (2, 4096, 16, True),
-    "causal, long": (1, 8192, 16, True),
-    "full": (8, 2048, 12, False),
+    "causal": (2, 4096, 16, 16, True),
+    "causal, long": (1, 8192, 16, 16, True),
+    "causal, grouped heads": (1, 8192, 16, 4, True),
+    "full": (8, 2048, 12, 12, False),
 }
 
 
@@ -236,9 +237,9 @@ BESIDE = {
 @pytest.mark.parametrize("name", BESIDE)
 def test_d_query_by_blocks_of_the_same_launch(name, dtype, broken, monkeypatch):
     """In each of many runs they give the bits of a kernel of its own."""
-    batch, length, heads, is_causal = BESIDE[name]
+    batch, length, heads, kv_heads, is_causal = BESIDE[name]
     rng = np.random.default_rng(0)
-    operands = [rng.normal(size=(batch, length, heads, 128)).astype(np.float32) for _ in range(4)]
+    operands = [rng.normal(size=(batch, length, n, 128)).astype(np.float32) for n in (heads, kv_heads, kv_heads, heads)]
     if broken:
         operands[1][0, length - 300, 1, 63] = np.nan
     query, key, value, d_out = (jnp.asarray(x, dtype) for x in operands)

@@ -27,7 +27,7 @@ HELD = HopperBackwardTiles(64, ragged_apart=True, d_query_apart=True, holds_keys
 
 def _beside(places: int) -> tuple[tuple[Any, str, Any], ...]:
     """Patches: a head after the other, dQ of one made soon after its dS, for so many of which there is place."""
-    small = {"HOPPER_SMS": 1, "_AHEAD": 2, "_SLACK": 2, "_MOST_LEAD": 1.0}
+    small = {"HOPPER_SMS": 1, "_AHEAD": 2, "_SLACK": 2, "_MOST_LEAD": 1.0, "_FEWEST_SHARED_TILES": 1}
     in_place = property(lambda self: min(places, self.pieces.heads))
     of_sequence = hopper_bwd_beside.Sequence, "places", in_place
     return backward_tiles(HELD), of_sequence, *((hopper_bwd_beside, name, x) for name, x in small.items())
@@ -39,6 +39,10 @@ BESIDE = {
         3,
     ),
     "causal, a place for each": (square(256, batch=3, heads=1, kv_heads=1, qk_dim=128, v_dim=128, is_causal=True), 3),
+    "causal, grouped heads": (
+        square(512, batch=2, heads=4, kv_heads=2, qk_dim=128, v_dim=128, is_causal=True, lse_gradient=True),
+        3,
+    ),
     "full, places taken": (Case(batch=5, q_len=256, kv_len=384, heads=1, kv_heads=1, qk_dim=128, v_dim=128), 3),
 }
 
@@ -51,11 +55,14 @@ def made(monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize("name", some_each_run(BESIDE, {"causal, places taken", "full, places taken"}))
+EACH_RUN = {"causal, places taken", "causal, grouped heads", "full, places taken"}
+
+
+@pytest.mark.parametrize("name", some_each_run(BESIDE, EACH_RUN))
 def test_d_query_by_blocks_of_the_same_launch(name, made):
     case, places = BESIDE[name]
     with patched(*_beside(places)):
-        judge(case, supports=only("backward")).check()
+        judge(case, supports=only("backward"), sums_in_order=True).check()
     assert made
 
 
@@ -84,9 +91,15 @@ def test_a_hidden_key_that_is_broken(made):
 CASE = square(512, batch=5, heads=1, kv_heads=1, qk_dim=128, v_dim=128, is_causal=True)
 
 
+GROUPED = square(256, batch=1, heads=2, kv_heads=1, qk_dim=128, v_dim=128, is_causal=True)
+
+
 FAULTS = {
+    # As traced: [a head's place,] all dS of a head, [the sums of the heads before].
     "dS of others not awaited": (CASE, StandIn("semaphore_wait #2"), "read of GMEM"),
     "a place taken that is in use": (CASE, StandIn("semaphore_wait #1"), "write of GMEM"),
+    "sums of the head before not awaited": (GROUPED, StandIn("semaphore_wait #2"), "write of GMEM"),
+    "sums told of in flight": (GROUPED, StandIn("wait_smem_to_gmem #1"), "write of GMEM"),
     "dS told of in flight": (CASE, StandIn("wait_smem_to_gmem #1"), "of GMEM"),
     "dS not awaited": (CASE, StandIn("barrier_wait ready"), "read of SMEM"),
     "dS overwritten": (CASE, StandIn("barrier_wait consumed"), "write of SMEM"),
@@ -98,6 +111,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", some_each_run(FAULTS, {"a place taken that is in use"}))
+@pytest.mark.parametrize(
+    "fault", some_each_run(FAULTS, {"a place taken that is in use", "sums of the head before not awaited"})
+)
 def test_planted_fault_is_found(fault):
-    found(hopper_bwd_beside, fault, FAULTS, *_beside(3))
+    found(hopper_bwd_beside, fault, FAULTS, *_beside(3), sums_in_order=True)

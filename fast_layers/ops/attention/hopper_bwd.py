@@ -107,9 +107,10 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     sequence = Sequence.of(p, tiles)
     if sequence is not None:
         form = Form.of(p, tiles, operands, LeftScores(p, places=sequence.places), sequence)
-        results = [jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value, query)]
+        keys = [jnp.zeros(x.shape, jnp.float32) if form.sums else lax.empty(x.shape, x.dtype) for x in (key, value)]
+        results = [jax.new_ref(x) for x in (*keys, lax.empty(query.shape, query.dtype))]
         _run(form, operands, *results)
-        d_key, d_value, d_query = (result[...] for result in results)
+        d_key, d_value, d_query = (result[...].astype(p.dtype) for result in results)
         return d_query, d_key, d_value
 
     def leave(left, operands, turn, d_key_ref, d_value_ref):
@@ -165,10 +166,16 @@ def _run(
             maker = Maker.of(s.maker, last_ref, inputs.key, d_query_ref, semaphores, block)
             block = maker.pieces_before
 
-        first_pair = jnp.int32(0) if left is None else left.first_pair(turn_ref)
-        some_heads = form.heads, 0 if left is None else left.first_head(turn_ref)
-        queries = None if left is None or left.q_parts == 1 else (left.q_tiles, left.first_tile(turn_ref))
-        piece_of = functools.partial(Piece.of, p, tiles, order, mask, inputs, first_pair, some_heads, form.cut, queries)
+        first_pair, first_head, queries = jnp.int32(0), 0, None
+        if left is not None:
+            first_pair, first_head = left.first_pair(turn_ref), left.first_head(turn_ref)
+            queries = None if left.q_parts == 1 else (left.q_tiles, left.first_tile(turn_ref))
+
+        def whose(index):
+            return (first_pair + index, first_head) if form.sequence is None else form.sequence.pair(index)
+
+        of_form = p, tiles, order, mask, inputs, whose, form.heads, queries, form.cut
+        piece_of = functools.partial(Piece.of, *of_form)
 
         def each_piece(role, before):
             """The last `before = role(piece, turn, before)`, from what `before` makes; `turn` counts the pieces."""
@@ -217,9 +224,14 @@ def _run(
                 if p.dropout_rate:
                     d_value = d_value * logits.survived
                 d_key = d_key * p.scale
-                send(role, piece, keys, (d_key_ref, d_key), (d_value_ref, d_value), before.steps)
-                if maker is not None:
-                    maker.semaphores.tell_left(piece.pair, form.panels + 1)
+                send_both = functools.partial(
+                    send, role, piece, keys, (d_key_ref, d_key), (d_value_ref, d_value), before.steps
+                )
+                if maker is None:
+                    send_both()
+                else:
+                    maker.semaphores.add_in_order(piece.left_index, piece.kv_index, send_both)
+                    maker.semaphores.tell_left(piece.left_index, form.panels + 1)
                 return before
 
             zero, any_units = jnp.int32(0), None

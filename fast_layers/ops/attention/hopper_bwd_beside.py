@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention.config import HOPPER_SMS, known_before_the_call
 from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
-from fast_layers.ops.attention.hopper_bwd_groups import most_scores_pairs, window_tiles
+from fast_layers.ops.attention.hopper_bwd_groups import most_scores_heads, window_tiles
 from fast_layers.ops.attention.hopper_bwd_scores import TILE, LeftScores
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_d_query_parts import WARPGROUPS, Scratch, exchange_mended_keys, send
@@ -52,6 +53,9 @@ _AHEAD = HOPPER_SMS
 """So many tiles of keys more are begun before dQ of a head than stand before it: its own are done then."""
 _SLACK = HOPPER_SMS // 2
 """And so many more before the head whose place it takes."""
+_FEWEST_SHARED_TILES = 64
+"""Of keys that query heads share, under a causal mask: of shorter rows, and without a mask, a kernel that goes through
+several heads with a tile of keys, and another for dQ, were as fast or faster."""
 _MOST_LEAD = 0.3
 """Of all tiles of keys, what is begun before any dQ is made; so much of dQ is made alone at the end."""
 
@@ -64,7 +68,9 @@ class Sequence:
     """
 
     pieces: TileOrder
-    """That leave dS."""
+    """That leave dS, of query heads: first of those that are the first of their key/value head, then of the second."""
+    pairs: int
+    """Of an example and a key/value head."""
     q_tiles: int
     """Of each head; each makes a block."""
     side: int
@@ -77,15 +83,17 @@ class Sequence:
         None where persistent blocks, or a kernel of its own for dQ, are as fast (bench/NOTES.md), and where dS of so
         many heads takes more memory than there.
         """
-        long = tiles.holds_keys and not tiles.blocks and p.group == 1 and p.q_len % (TILES * TILE) == 0
+        long = tiles.holds_keys and not tiles.blocks and p.q_len % (TILES * TILE) == 0
         if not long or not known_before_the_call(p) or window_tiles(p) is not None:
             return None
         heads, kv_tiles, q_tiles = p.batch * p.heads, p.kv_len // TILE, p.q_len // (TILES * TILE)
+        if p.group > 1 and (p.mask.band is None or kv_tiles < _FEWEST_SHARED_TILES):
+            return None
         group = max(d for d in range(1, heads + 1) if heads % d == 0 and (d == 1 or d * kv_tiles <= HOPPER_SMS))
         sides = [d for d in range(1, group + 1) if group % d == 0]
         side = next((d for d in sides if d * q_tiles * TILES >= _TILES_TOGETHER), group)
-        found = cls(TileOrder(heads, kv_tiles, group), q_tiles, side)
-        lasts = found.lead <= _MOST_LEAD * found.pieces.total and found.places <= most_scores_pairs(p, 1)
+        found = cls(TileOrder(heads, kv_tiles, group), p.batch * p.kv_heads, q_tiles, side)
+        lasts = found.lead <= _MOST_LEAD * found.pieces.total and found.places <= most_scores_heads(p)
         return found if lasts else None
 
     @property
@@ -112,6 +120,10 @@ class Sequence:
         queries = lax.div(later, turn) * of_queries + lax.div(lax.rem(later, turn) * of_queries, turn)
         return jnp.minimum(block - queries, self.pieces.total)
 
+    def pair(self, head: Any) -> tuple[Any, Any]:
+        """Of a head in the order of the pieces: its pair, and which it is of the pair's query heads."""
+        return lax.rem(head, self.pairs), lax.div(head, self.pairs)
+
     def locate_query(self, index: Any) -> tuple[Any, Any]:
         """(head, tile) of the `index`-th block that makes dQ, from the last tile to the first."""
         head, tiles_after = TileOrder(self.pieces.heads, self.q_tiles, self.side).locate(index)
@@ -134,6 +146,9 @@ def scratch_types(p: Problem, depth: int) -> dict[str, Any]:
 class Semaphores(NamedTuple):
     """In the GPU's memory."""
 
+    of_sums: Any
+    """For each pair and tile of keys, how many compute warpgroups have added to dK and dV; None where no query heads
+    share keys."""
     of_heads: Any
     """For each head, how many compute warpgroups have left all dS of a tile of its keys; and how many blocks have read
     the dS for a tile of its dQ."""
@@ -143,8 +158,26 @@ class Semaphores(NamedTuple):
     @classmethod
     def of(cls, left: LeftScores, sequence: Sequence) -> Semaphores:
         """In a kernel."""
-        shape = 2, sequence.pieces.heads
-        return cls(pl.get_global(plgpu.SemaphoreType.REGULAR(shape)), left, sequence)
+
+        def zeros(*shape: int) -> Any:
+            return pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
+
+        pieces = sequence.pieces
+        of_sums = zeros(sequence.pairs, pieces.tiles) if left.parts > 1 else None
+        return cls(of_sums, zeros(2, pieces.heads), left, sequence)
+
+    def add_in_order(self, head: Any, kv_index: Any, add: Callable[[], None]) -> None:
+        """By each compute warpgroup: `add`s dK and dV of a tile of keys, if heads share it after those before."""
+        if self.of_sums is None:
+            add()
+            return
+        pair, before = self.sequence.pair(head)
+        counted = self.of_sums.at[pair, kv_index]
+        plgpu.semaphore_wait(counted, WARPGROUPS * before, decrement=False, memory_scope="gpu")
+        make_writes_seen()
+        add()
+        plgpu.wait_smem_to_gmem(0)
+        plgpu.semaphore_signal(counted, memory_scope="gpu")
 
     def tell_left(self, head: Any, copies_since: int) -> None:
         """By each compute warpgroup; `copies_since`: that it has begun after those of dS."""
@@ -192,7 +225,7 @@ class Maker(NamedTuple):
     makes: Any
     """Whether this one makes dQ."""
     head: Any
-    """Of all examples."""
+    """In the order of the pieces."""
     q_index: Any
 
     @classmethod
@@ -208,6 +241,12 @@ class Maker(NamedTuple):
         return self.semaphores.left.problem
 
     @property
+    def query_head(self) -> Any:
+        """Of all examples."""
+        pair, which = self.semaphores.sequence.pair(self.head)
+        return pair * self.problem.group + which
+
+    @property
     def span(self) -> Any:
         """Of tiles of keys that the block's queries see."""
         return TileMask(self.problem, TILES * TILE, TILE, None).key_span(0, self.q_index)
@@ -215,7 +254,8 @@ class Maker(NamedTuple):
     def load(self) -> None:
         """The load warpgroup."""
         p, s, left = self.problem, self.scratch, self.semaphores.left
-        example, kv_head = lax.div(self.head, p.kv_heads), lax.rem(self.head, p.kv_heads)
+        pair, _ = self.semaphores.sequence.pair(self.head)
+        example, kv_head = lax.div(pair, p.kv_heads), lax.rem(pair, p.kv_heads)
 
         def step(i, _):
             j, half = lax.div(i, TILE // KEYS), lax.rem(i, TILE // KEYS)
@@ -266,4 +306,4 @@ class Maker(NamedTuple):
         pl.when(warpgroup == 0)(lambda: self.semaphores.tell_made(self.head))
         for unit, product in enumerate(products):
             rows = pl.ds((self.q_index * TILES + warpgroup) * TILE + unit * ROWS, ROWS)
-            send(p, product, s.result_slots.at[warpgroup], self.d_query, self.head, rows)
+            send(p, product, s.result_slots.at[warpgroup], self.d_query, self.query_head, rows)

@@ -198,7 +198,10 @@ class Form:
             types["added"] = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=WARPGROUPS * CLUSTER_LAG)
         if self.sums:
             sum_slots = smem_tile(2 * WARPGROUPS, ROWS, _SUMMED_COLUMNS, dtype=jnp.float32)
-            types["dS or sums"] = plgpu.RefUnion(types.pop("d_scores"), sum_slots)
+            if self.sequence is None:
+                types["dS or sums"] = plgpu.RefUnion(types.pop("d_scores"), sum_slots)
+            else:  # blocks that make dQ need more memory in any case
+                types["sum_slots"] = sum_slots
         if self.sequence is not None:
             # A block has one of the two kinds of work.
             own, own_barriers = _tiles_and_barriers(types)
@@ -214,7 +217,7 @@ class Form:
             refs |= {**own, "maker": hopper_bwd_beside.Scratch(**makers, **refs["maker"])}
         if self.persistent and self.lags and not self.in_order:
             refs["d_query_slots"], refs["result_slots"] = refs.pop("dQ or results")
-        if self.sums:
+        if self.sums and self.sequence is None:
             refs["d_scores"], refs["sum_slots"] = refs.pop("dS or sums")
         return refs
 

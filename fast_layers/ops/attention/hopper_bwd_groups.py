@@ -104,7 +104,12 @@ def _most_tiles(problem: Problem) -> int:
 def most_scores_pairs(problem: Problem, heads: int) -> int:
     """How many pairs of an example and a key/value head may leave dS of so many of their query heads at a time, by
     memory alone."""
-    return min(_most_tiles(problem) // (heads * scores_tiles(problem)), problem.batch * problem.kv_heads)
+    return min(most_scores_heads(problem) // heads, problem.batch * problem.kv_heads)
+
+
+def most_scores_heads(problem: Problem) -> int:
+    """Likewise, how many query heads."""
+    return _most_tiles(problem) // scores_tiles(problem)
 
 
 @functools.cache

@@ -53,7 +53,7 @@ def load(
         return step + 1
 
     if semaphores is not None:
-        semaphores.wait_made(piece.pair)
+        semaphores.wait_made(piece.left_index)
     return piece.each_query_tile(load_queries, steps)
 
 

@@ -173,8 +173,8 @@ class Piece(NamedTuple):
     ragged_apart: bool
     heads: int
     """Of the query heads that share the key/value head, as many as are gone through."""
-    pair: Any
-    """Of an example and a key/value head, within a group."""
+    left_index: Any
+    """Of an example and a key/value head, within a group; or of a query head, in the order in which they leave dS."""
     example: Any
     kv_head: Any
     first_head: Any
@@ -198,20 +198,22 @@ class Piece(NamedTuple):
         order: TileOrder,
         mask: TileMask,
         inputs: Any,
-        first_pair: Any,
-        heads: tuple[int, Any],
-        cut: Cut | None,
+        whose: Callable[[Any], tuple[Any, Any]],
+        heads: int,
         queries: tuple[int, Any] | None,
+        cut: Cut | None,
         index: Any,
     ) -> Piece:
-        """`heads`: how many of those that share a key/value head, and the first of them; `queries`, of which dS is left
-        at a time, where not of all: tiles of 128, and the first of them."""
+        """`whose`: of which pair of an example and a key/value head a head of `order` is, and from which of the pair's
+        query heads on, of which the piece goes through `heads`. `queries`, of which dS is left at a time, if not of
+        all: how many tiles of 128, and the first of them."""
         part: Any = None
         if cut is not None:
             part = index - cut.whole
             index = jnp.where(part < 0, index, cut.whole + lax.div(part, cut.parts))
-        pair, kv_index = order.locate(index)
-        example, kv_head = lax.div(first_pair + pair, p.kv_heads), lax.rem(first_pair + pair, p.kv_heads)
+        left_index, kv_index = order.locate(index)
+        pair, first_head = whose(left_index)
+        example, kv_head = lax.div(pair, p.kv_heads), lax.rem(pair, p.kv_heads)
         first, last = mask.query_span(example, kv_index, inputs.q_span)
         if tiles.d_query_apart:
             # dS is read by whole tiles.
@@ -219,7 +221,7 @@ class Piece(NamedTuple):
             first, last = lax.div(first, halves) * halves, lax.div(last + (halves - 1), halves) * halves
             if queries is not None:
                 first, last = queries[1] * halves, (queries[1] + queries[0]) * halves
-        at_start = _hides_at_start(p, tiles, mask, heads[0])
+        at_start = _hides_at_start(p, tiles, mask, heads)
         apart = tiles.ragged_apart and mask.hides and mask.is_band and not at_start
         full = last, last
         if apart:
@@ -232,9 +234,9 @@ class Piece(NamedTuple):
         if cut is not None:
             start = jnp.where(part < 0, start, lax.rem(part, cut.parts) * cut.steps)
             last = jnp.where(part < 0, last, cut.steps)
-        first_head, first_tile = kv_head * p.group + heads[1], 0 if queries is None else queries[1]
-        place = pair, example, kv_head, first_head, kv_index
-        return cls(p, mask, at_start, apart, heads[0], *place, first, last, full, start, part, first_tile)
+        place = left_index, example, kv_head, kv_head * p.group + first_head, kv_index
+        first_tile = 0 if queries is None else queries[1]
+        return cls(p, mask, at_start, apart, heads, *place, first, last, full, start, part, first_tile)
 
     @classmethod
     def visited(

@@ -44,7 +44,7 @@ class LeftScores:
     may_sum: bool = False
     """Whether the kernel can add to dK and dV, so that a pair's query heads, or their queries, may come in parts."""
     places: int | None = None
-    """For so many pairs' dS, if all pairs are done in one launch: later ones take the places of those before."""
+    """For so many query heads' dS, if all are done in one launch: later ones take the places of those before."""
 
     @property
     def tiles(self) -> int:
@@ -73,7 +73,7 @@ class LeftScores:
 
     def _pairs_and_heads(self, p: Problem, total: int) -> tuple[int, int]:
         if self.places is not None:
-            return self.places, p.group
+            return self.places, 1
         if pairs := scores_group(p):
             return pairs, p.group
         if self.may_sum and (in_parts := scores_in_parts(p)):
@@ -85,7 +85,7 @@ class LeftScores:
 
     @property
     def pairs(self) -> int:
-        """Of a group, or those for whose dS there are places."""
+        """Of a group; or query heads, for whose dS there are places."""
         return self._share.pairs
 
     @property
@@ -108,9 +108,9 @@ class LeftScores:
         """By 64 queries, which lie together for all keys of a tile."""
         return self.pairs * self.heads * self.tiles * (TILE // ROWS), TILE, ROWS
 
-    def place(self, pair: Any) -> Any:
-        """Of a pair's dS among all for which there is place."""
-        return pair if self.places is None else lax.rem(pair, self.places)
+    def place(self, index: Any) -> Any:
+        """Of a pair's dS, or a query head's, among all for which there is place."""
+        return index if self.places is None else lax.rem(index, self.places)
 
     def row(self, head: Any, kv_index: Any, first_tile: Any = 0) -> Any:
         """The place of a query tile among all tiles, less its index; `head`: of the query heads at a time;
@@ -133,7 +133,7 @@ class LeftScores:
 
     def first_head(self, turn_ref: Any) -> Any:
         """In a kernel: of those that share a key/value head, the first of the part."""
-        if self.heads == self.problem.group:
+        if turn_ref is None or self.heads == self.problem.group:
             return jnp.int32(0)
         return lax.div(lax.rem(turn_ref[0], self.parts), self.q_parts) * self.heads
 

@@ -286,7 +286,8 @@ def _leave_d_scores(
     piece, halves = keys.piece, role.form.halves
     plgpu.wait_smem_to_gmem(halves, wait_read_only=True)  # for those of the step before the last
     _write_d_scores(role, keys, buffer, d_scores)
-    row = left.row(left.place(piece.pair) * role.form.heads + head - piece.first_head, piece.kv_index, piece.first_tile)
+    left_head = left.place(piece.left_index) * role.form.heads + head - piece.first_head
+    row = left.row(left_head, piece.kv_index, piece.first_tile)
     for j in range(halves):
         to = role.last_ref.at[TILE // ROWS * row + q_index * halves + j, keys.own]
         plgpu.copy_smem_to_gmem(_own_scores(role, keys, buffer, j), to)

@@ -12,18 +12,18 @@ import pytest
 from fast_layers.ops.attention import api
 from fast_layers.ops.attention.hopper_bwd_beside import TILES, Sequence
 from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
-from fast_layers.ops.attention.hopper_bwd_groups import most_scores_pairs
+from fast_layers.ops.attention.hopper_bwd_groups import MOST_D_SCORES_BYTES, most_scores_heads, scores_tiles
 from fast_layers.ops.attention.problem import Problem
 
 
-def _problem(length: int, batch: int, causal: bool, kv_heads: int = 16, **options) -> Problem:
+def _problem(length: int, batch: int, causal: bool, kv_heads: int = 16, heads: int = 16, **options) -> Problem:
     problems = []
 
     def call(query, key):
         inputs, aux, given, _ = api._prepare(query, key, key, is_causal=causal, **options)
         problems.append(given.problem(inputs, aux))
 
-    shapes = ((batch, length, heads, 128) for heads in (16, kv_heads))
+    shapes = ((batch, length, n, 128) for n in (heads, kv_heads))
     jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
     return problems[0]
 
@@ -38,6 +38,8 @@ TAKEN = {
     "causal, 8,192": (8192, 2, True),
     "causal, 16,384": (16384, 1, True),
     "causal, an odd number of examples": (4352, 7, True),
+    "causal, 8,192, grouped heads": (8192, 2, True, 8, 64),
+    "causal, 16,384, grouped heads": (16384, 1, True, 8, 32),
     "full, 2,048": (2048, 8, False),
     "full, 4,096": (4096, 4, False),
 }
@@ -61,6 +63,14 @@ def test_blocks_wait_for_lower_numbers_alone(name):
     assert set(zip(piece_heads, kv_tiles, strict=True)) == each_piece
     assert set(zip(query_heads, q_tiles, strict=True)) == each_query
     assert sequence.total == len(each_piece) + len(each_query)
+    # Each query head comes once, and adds to the sums of its pair after those before it.
+    pairs, which = sequence.pair(np.arange(heads))
+    assert set(zip(np.asarray(pairs).tolist(), np.asarray(which).tolist(), strict=True)) == {
+        divmod(head, problem.group) for head in range(heads)
+    }
+    begins = np.zeros((problem.batch * problem.kv_heads, problem.group, problem.kv_len // 128), int)
+    begins[np.asarray(pairs)[piece_heads], np.asarray(which)[piece_heads], kv_tiles] = piece_blocks
+    assert (np.diff(begins, axis=1) > 0).all()
     for head in range(heads):
         mine = piece_blocks[piece_heads == head]
         assert mine.max() < query_blocks[query_heads == head].min()
@@ -73,12 +83,15 @@ def test_no_more_memory_than_where_dq_has_a_kernel_of_its_own(name):
     problem = _problem(*TAKEN[name])
     sequence = _sequence(problem)
     assert sequence is not None
-    assert sequence.places <= most_scores_pairs(problem, 1)
+    assert sequence.places <= most_scores_heads(problem)
+    assert 2 * 128 * 128 * scores_tiles(problem) * sequence.places <= MOST_D_SCORES_BYTES
 
 
 OTHERS = {
     "too few tiles of keys": {"batch": 1},
-    "grouped heads": {"kv_heads": 4},
+    "grouped heads of short rows": {"kv_heads": 4},
+    "grouped heads without a mask": {"length": 8192, "kv_heads": 8, "heads": 64, "batch": 2, "causal": False},
+    "grouped heads of 20,480 tokens": {"length": 20_480, "kv_heads": 8, "heads": 32, "batch": 1},
     "persistent blocks": {"length": 2048, "batch": 8},
     "an odd number of tiles of queries": {"length": 4224},
     "too much memory for eight heads' dS": {"length": 8192, "batch": 2, "causal": False},
