@@ -103,8 +103,13 @@ BATCHES = {
         "d64 segments": Call(kv_heads=4, qk_dim=64, segments=True, options=CAUSAL),
     },
     "deep": {
-        "d128 causal, grouped, in parts": Call(kv_heads=4, leaves_d_scores=True, options=CAUSAL),
+        "d128 causal, grouped, in parts": Call(
+            4096, heads=32, kv_heads=8, batch=1, leaves_d_scores=True, options=CAUSAL
+        ),
         "d128 causal, dQ beside": Call(leaves_d_scores=True, beside=True, options=CAUSAL),
+        "d128 causal, grouped, dQ beside": Call(
+            heads=32, kv_heads=8, leaves_d_scores=True, beside=True, options=CAUSAL
+        ),
         "d128 window": Call(options={"local_window_size": (1024, 0)}),
         "d128 everything": Call(kv_heads=4, segments=True, options=EVERYTHING),
         "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL),
@@ -216,6 +221,7 @@ SPILLS = {
     "d128 full, short": (0, 100),
     "d128 full": (0, 120),
     "d128 causal, dQ beside": (0, 53),
+    "d128 causal, grouped, dQ beside": (0, 77),
     "d128 full, dQ beside": (0, 53),
     "d128 causal, dQ apart": (0, 43, 0),
     "d128 full, dQ apart": (0, 16, 0),

@@ -227,7 +227,7 @@ def test_a_broken_key_that_the_forward_found_spoils_nobody_before_it(name, broke
 BESIDE = {
     "causal": (2, 4096, 16, 16, True),
     "causal, long": (1, 8192, 16, 16, True),
-    "causal, grouped heads": (1, 8192, 16, 4, True),
+    "causal, grouped heads": (1, 16_384, 32, 8, True),
     "full": (8, 2048, 12, 12, False),
 }
 

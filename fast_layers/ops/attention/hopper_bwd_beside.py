@@ -122,6 +122,8 @@ class Sequence:
 
     def pair(self, head: Any) -> tuple[Any, Any]:
         """Of a head in the order of the pieces: its pair, and which it is of the pair's query heads."""
+        if self.pairs == self.pieces.heads:
+            return head, 0
         return lax.rem(head, self.pairs), lax.div(head, self.pairs)
 
     def locate_query(self, index: Any) -> tuple[Any, Any]:

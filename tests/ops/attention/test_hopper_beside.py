@@ -91,6 +91,7 @@ OTHERS = {
     "too few tiles of keys": {"batch": 1},
     "grouped heads of short rows": {"kv_heads": 4},
     "grouped heads without a mask": {"length": 8192, "kv_heads": 8, "heads": 64, "batch": 2, "causal": False},
+    "too much memory for four of 16 grouped heads' dS": {"length": 16_384, "kv_heads": 4, "batch": 1},
     "grouped heads of 20,480 tokens": {"length": 20_480, "kv_heads": 8, "heads": 32, "batch": 1},
     "persistent blocks": {"length": 2048, "batch": 8},
     "an odd number of tiles of queries": {"length": 4224},
