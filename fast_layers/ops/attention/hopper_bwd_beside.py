@@ -12,6 +12,9 @@ takes, if there is not place for all: at semaphores in the GPU's memory. A block
 numbers. The hardware starts blocks in the order of their numbers, which CUDA does not promise, but CUB's scans rely on
 too: so those are running or done, and nothing stands still. Mostly they are long done. Each row is summed by one block
 in a fixed order.
+
+Where query heads share keys, a block takes a tile of keys for one of them, and adds to dK and dV in float32 when those
+of the heads before have, at semaphores, too: so these sums have one order.
 """
 
 from __future__ import annotations
