@@ -32,7 +32,6 @@ LONGEST_WHOLE = 16_384
 """Rows up to here leave dS of all their queries: as measured."""
 _LATE_FOR_PAIRS = 0.01
 """Parts are of more pairs where all are finished so little later: of few, all tiles of keys start at once."""
-
 _LATE_FOR_QUERIES = 0.01
 """Likewise, parts of the queries are larger: 32 heads on 8, of 32,768 tokens, were 1 to 2 % faster with 128 or 64 tiles
 of queries of one or two heads at a time than with 32 of four (bench/NOTES.md)."""
@@ -174,7 +173,8 @@ def scores_by_queries(problem: Problem) -> Share | None:
     def takes(share: Share, sum_cost: float) -> float:
         return share.duration(p, sum_cost) + share.d_query_duration(p)
 
-    worth_it = (1 + _MOST_GROUPS_LOSE) * takes(Share(total, p.group, all_tiles), 0.0)
+    # Not as all at once would, in whole turns: then calls that `jax.vmap` joins would not do as each alone.
+    worth_it = (1 + _MOST_GROUPS_LOSE) * (1 + _D_QUERY_COST) * total * p.group * scores_tiles(p) / HOPPER_SMS
     durations = {share: takes(share, _SUM_COST) for share in choices if takes(share, 0.0) <= worth_it}
     in_time = (1 + _LATE_FOR_QUERIES) * min(durations.values(), default=0.0)
     found = [share for share, duration in durations.items() if duration <= in_time]

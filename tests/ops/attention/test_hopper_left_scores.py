@@ -141,11 +141,15 @@ def test_pairs_that_fit_whole_do_not_come_in_parts():
     assert hopper_bwd_scores.LeftScores(problem_of(8192, 2, True, kv_heads=8, heads=32), may_sum=True).parts == 1
 
 
-def test_calls_in_parts_that_vmap_joins():
-    problem = problem_of(16384, 1, True, kv_heads=8, heads=32)
-    left = hopper_bwd_scores.LeftScores(dataclasses.replace(problem, batch=3), may_sum=True)
-    assert 24 % left.pairs == 0 or left.parts == 1
-    assert 2 * np.prod(left.shape) <= hopper_bwd_groups.MOST_D_SCORES_BYTES
+@pytest.mark.parametrize(("length", "causal"), [(16384, True), (18432, False), (20480, False), (32768, False)])
+def test_calls_in_parts_that_vmap_joins(length, causal):
+    """As each alone."""
+    problem = problem_of(length, 1, causal, kv_heads=8, heads=32)
+    assert HopperBackwardTiles.of(problem).d_query_apart
+    for calls in range(2, 40):
+        left = hopper_bwd_scores.LeftScores(dataclasses.replace(problem, batch=calls), may_sum=True)
+        assert 8 * calls % left.pairs == 0 or left.parts == 1
+        assert 2 * np.prod(left.shape) <= hopper_bwd_groups.MOST_D_SCORES_BYTES
 
 
 def test_a_tuned_slot_more_is_dropped_where_d_query_stays_in_the_kernel():
