@@ -7,9 +7,8 @@ import dataclasses
 import jax
 
 import fast_layers
-from fast_layers.ops.attention import api, blackwell_fwd, hopper_bwd_call
+from fast_layers.ops.attention import api, blackwell_fwd
 from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
-from fast_layers.ops.attention.problem import Residuals
 
 
 def blackwell_forward(query: jax.Array, key: jax.Array, value: jax.Array, *, tiles: dict, **options):
@@ -18,13 +17,6 @@ def blackwell_forward(query: jax.Array, key: jax.Array, value: jax.Array, *, til
     problem = given.problem(inputs, aux)
     chosen = dataclasses.replace(BlackwellForwardTiles.of(problem), **tiles)
     return blackwell_fwd.attend(problem, inputs, aux, chosen)
-
-
-def hopper_backward(operands: list[jax.Array], out: jax.Array, lse: jax.Array, **options):
-    """All gradients, where `out` stands for its gradient, too."""
-    inputs, aux, given, _ = api._prepare(*operands, **options)
-    residuals = Residuals(inputs, aux, out, lse)
-    return hopper_bwd_call.attend_grad(given.problem(inputs, aux), residuals, out, lse)
 
 
 def any_order(

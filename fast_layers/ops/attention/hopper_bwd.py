@@ -106,12 +106,10 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     operands = operands._replace(q_span=None)
     sequence = Sequence.of(p, tiles)
     if sequence is not None:
-        form = Form.of(p, tiles, operands, LeftScores(p, places=sequence.places), sequence)
-        keys = [jnp.zeros(x.shape, jnp.float32) if form.sums else lax.empty(x.shape, x.dtype) for x in (key, value)]
-        results = [jax.new_ref(x) for x in (*keys, lax.empty(query.shape, query.dtype))]
-        _run(form, operands, *results)
-        d_key, d_value, d_query = (result[...].astype(p.dtype) for result in results)
-        return d_query, d_key, d_value
+        left = LeftScores(p, places=sequence.places)
+        d_query, d_key, d_value = (jax.new_ref(result) for result in left.results(operands))
+        _run(Form.of(p, tiles, operands, left, sequence), operands, d_key, d_value, d_query)
+        return tuple(result[...].astype(p.dtype) for result in (d_query, d_key, d_value))
 
     def leave(left, operands, turn, d_key_ref, d_value_ref):
         form = Form.of(p, tiles, operands, left)

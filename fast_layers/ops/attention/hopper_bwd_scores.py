@@ -108,6 +108,16 @@ class LeftScores:
         """By 64 queries, which lie together for all keys of a tile."""
         return self.pairs * self.heads * self.tiles * (TILE // ROWS), TILE, ROWS
 
+    def results(self, operands: Operands) -> tuple[Array, Array, Array]:
+        """For dQ, dK and dV: these two zeros in float32 where parts add to them."""
+
+        def empty(like):
+            return lax.empty(like.shape, like.dtype)
+
+        keys = operands.key, operands.value
+        d_key, d_value = (empty(x) if self.parts == 1 else jnp.zeros(x.shape, jnp.float32) for x in keys)
+        return empty(operands.query), d_key, d_value
+
     def place(self, index: Any) -> Any:
         """Of a pair's dS, or a query head's, among all for which there is place."""
         return index if self.places is None else lax.rem(index, self.places)
@@ -183,12 +193,5 @@ def gradients(
         d_scores = leave(left, operands, turn, d_key_ref, d_value_ref)
         d_query(left, d_scores, operands.key, turn, d_query_ref)
 
-    def empty(like):
-        return lax.empty(like.shape, like.dtype)
-
-    query, key, value = operands.query, operands.key, operands.value
-    if left.parts == 1:
-        return left.in_groups(run, *(empty(x) for x in (query, key, value)))
-    sums = (jnp.zeros(x.shape, jnp.float32) for x in (key, value))
-    d_query_whole, d_key, d_value = left.in_groups(run, empty(query), *sums)
-    return d_query_whole, d_key.astype(p.dtype), d_value.astype(p.dtype)
+    results = left.in_groups(run, *left.results(operands))
+    return tuple(result.astype(p.dtype) for result in results)
