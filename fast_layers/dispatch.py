@@ -24,6 +24,7 @@ from jax.core import Tracer
 from fast_layers.arch import Arch, lowering_targets
 from fast_layers.kernel_parts import automatic_axes
 from fast_layers.kernel_parts.manual_axes import vary_over, varying_axes
+from fast_layers.kernel_parts.split_by_xla import OfShards
 from fast_layers.ops.static_options import flag
 
 Pass = Literal["forward", "backward"]
@@ -39,7 +40,7 @@ class Backend:
     for. Where it `saves(problem)`, `fwd_saving` gives (what `fwd` does, what more this backend's `bwd` has a use for).
     On the platforms in `fallback_on` a kernel is what users expect, and strict mode makes taking this backend an error.
     JAX cannot differentiate the passes of what `is_kernel`; who asks for that is told so. A kernel's
-    `split(fwd, fwd_saving or bwd, problem, *args)` lets XLA spread a pass over several devices.
+    `split(OfShards(fwd, fwd_saving or bwd), problem, *args)` lets XLA spread a pass over several devices.
     """
 
     name: str
@@ -84,12 +85,39 @@ class Choice:
     backend: Backend | None
     refusals: tuple[tuple[str, str], ...]
     way_out: str = ""
+    named: bool = False
+    """Whether the backend was asked for."""
+    behind: tuple[Backend, ...] = ()
+    """For devices' parts of the call that it, a kernel, does not take."""
 
     def require(self, op: str) -> Backend:
         if self.backend is None:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refusals)
             raise ValueError(f"{op}: no backend takes the {self.pass_} pass on {self.arch}. {reasons}. {self.way_out}")
         return self.backend
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfAShard:
+    """What computes a pass of a device's part of a call that XLA splits, or of the whole, by the problem of either."""
+
+    op: str
+    choice: Choice
+
+    def __call__(self, problem: Any, is_shard: bool) -> Callable[..., Any]:
+        arch, pass_, named, behind = self.choice.arch, self.choice.pass_, self.choice.named, self.choice.behind
+        kernel = self.choice.require(self.op)
+        with automatic_axes.on_a_shard():
+            reason = kernel.refuses(problem, arch, pass_, by_name=named or not behind)
+            others = () if named and is_shard else behind
+            willing = (backend for backend in others if backend.refuses(problem, arch, pass_) is None)
+            backend = kernel if reason is None else next(willing, None)
+        if backend is None:
+            raise ValueError(
+                f"{self.op}: of the {pass_} pass XLA gives each device {problem.describe()}. {kernel.name}: {reason}. "
+                "Shard it otherwise, or leave implementation=None to let fast_layers choose among all backends"
+            )
+        return backend.fwd if pass_ == "forward" else backend.bwd
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +159,8 @@ class Plan:
         saving: Any = self.forward[0].require(self.op)
         saved: Any = None
         if self.sole_backend("forward") is None:
-            _, saved = jax.eval_shape(lambda *args: self._bound(saving, saving.fwd_saving, args)(*args), *args)
+            of_saving = self._bound(self.forward[0], saving.fwd_saving, args)
+            _, saved = jax.eval_shape(of_saving, *args)
 
         def method(backend: Backend):
             if backend is saving:
@@ -143,8 +172,7 @@ class Plan:
 
     def _run(self, pass_: Pass, method: Callable[[Backend], Callable[..., Any]], args: tuple[Any, ...]) -> Any:
         def bind(choice: Choice):
-            backend = choice.require(self.op)
-            return self._bound(backend, method(backend), args)
+            return self._bound(choice, method(choice.require(self.op)), args)
 
         likeliest, *others = self.choices(pass_)
         # A device that may never be lowered for does not get to raise, nor to add a branch.
@@ -154,14 +182,19 @@ class Plan:
         branches = {c.arch.platform: bind(c) for c in others}
         return lax.platform_dependent(*args, default=bind(likeliest), **branches)
 
-    def _bound(self, backend: Backend, method: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
+    def _bound(self, choice: Choice, method: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
+        backend = choice.require(self.op)
         # A kernel's results have types that vary over no mesh axis, whatever its operands vary over.
         axes = frozenset().union(*map(varying_axes, jax.tree.leaves(operands)))
+        # What a kernel saves for its own backward no other backend's forward gives.
+        choose = None if method is backend.fwd_saving else _OfAShard(self.op, choice)
 
         def call(*args: Any) -> Any:
+            run = method
             if backend.is_kernel:
                 args = _differentiated_once(self.op, backend.name, args)
-            run = method if backend.split_here is None else functools.partial(backend.split_here, method)
+            if backend.split_here is not None:
+                run = functools.partial(backend.split_here, OfShards(method, choose))
             return jax.tree.map(lambda x: vary_over(x, axes), run(self.problem, *args))
 
         return call
@@ -377,7 +410,7 @@ def choose(
     `instead` tells who wants it how not to.
     """
     refusals = []
-    for backend in backends:
+    for i, backend in enumerate(backends):
         if wanted is not None and backend.name != wanted:
             continue
         if backend.name in policy.forbid:
@@ -385,13 +418,20 @@ def choose(
         else:
             reason = backend.refuses(problem, arch, pass_, by_name=wanted is not None)
         if reason is None:
-            return Choice(pass_, arch, backend, tuple(refusals))
+            behind = _for_shards(backends[i + 1 :] if backend.is_kernel else (), arch, policy)
+            return Choice(pass_, arch, backend, tuple(refusals), named=wanted is not None, behind=behind)
         refusals.append((backend.name, reason))
 
     def takes(backend: Backend, by_name: bool) -> bool:
         return backend.refuses(problem, arch, pass_, by_name=by_name) is None
 
     return Choice(pass_, arch, None, tuple(refusals), _way_out(backends, takes, wanted, policy, instead))
+
+
+def _for_shards(backends: Sequence[Backend], arch: Arch, policy: Policy) -> tuple[Backend, ...]:
+    """Those of them that compute a shard as they would the whole, and may."""
+    may = [b for b in backends if b.automatic and not b.is_kernel and b.name not in policy.forbid]
+    return tuple(b for b in may if not (policy.strict and arch.platform in b.fallback_on))
 
 
 def _way_out(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,8 +13,23 @@ from jax.sharding import AxisType
 WAY_OUT = "several GPUs are here, and XLA cannot split this kernel by itself: call inside jax.shard_map"
 
 
+_on_a_shard = contextvars.ContextVar("fast_layers_on_a_shard", default=False)
+
+
+@contextlib.contextmanager
+def on_a_shard() -> Iterator[None]:
+    """Of what is asked for inside, XLA has split off a device's part before: it spreads that no further."""
+    token = _on_a_shard.set(True)
+    try:
+        yield
+    finally:
+        _on_a_shard.reset(token)
+
+
 def may_be_partitioned() -> bool:
     """XLA would run the whole kernel on each GPU."""
+    if _on_a_shard.get():
+        return False
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return gpus_here() > 1

@@ -35,6 +35,21 @@ _CUSTOM_CALLS = "mosaic_gpu_v2", "AllocateBuffer"
 
 
 @dataclasses.dataclass(frozen=True)
+class OfShards:
+    """A kernel's pass, `kernel(problem, *operands)`.
+
+    Or what `choose(problem, is_shard)` gives, as not all shards are for the kernel. The whole is asked for, too: JAX
+    traces it, and runs it where after all nothing is split.
+    """
+
+    kernel: Callable[..., Any]
+    choose: Callable[[Any, bool], Callable[..., Any]] | None = None
+
+    def method(self, problem: Any, *, is_shard: bool) -> Callable[..., Any]:
+        return self.kernel if self.choose is None else self.choose(problem, is_shard)
+
+
+@dataclasses.dataclass(frozen=True)
 class Split:
     """A call `method(problem, *operands)`, of whole arrays or of shards alike; equal calls are traced once.
 
@@ -42,9 +57,12 @@ class Split:
     heads are split. Several of its heads share one of `shared`, as query heads a key/value head: of those a device may
     have all, or the one that its heads share. A dimension of 1 stands for all, and is not split. A result without a
     dimension that is split is the sum over all shards.
+
+    Heads are split by whole `unit`s, or not at all. But where all are one unit, and parts of it can be joined, each
+    device computes `joined(problem, axes, *operands)` of its part, with the mesh axes over which the others are.
     """
 
-    method: Callable[..., Any]
+    method: OfShards
     problem: Any
     of_shard: Callable[..., Any]
     operands: tuple[Dims, ...]
@@ -54,6 +72,8 @@ class Split:
     shared: str
     largest: tuple[int, ...] = ()
     """Results that are no sums: where several devices have one of `shared`, each finds the same, or no less than 0."""
+    unit: int = 1
+    joined: Callable[..., Any] | None = None
 
     @classmethod
     def of_pass(
@@ -63,12 +83,13 @@ class Split:
         heads: str,
         shared: str,
         of_shard: Callable[..., Any],
-        method: Callable[..., Any],
+        method: OfShards,
         problem: Any,
         *operands: Any,
+        backward: bool,
     ) -> Split:
-        """Of an op's forward, `method(problem, inputs, aux)`, or of its backward, whose operands begin with the
-        inputs, alone or in its residuals, and end with the gradients of the `results`.
+        """Of an op's forward, `method(problem, inputs, ..)`, or of its backward, whose operands begin with the inputs,
+        alone or in its residuals, and end with the gradients of the `results`.
 
         `dimensions` of the arrays by the names of their fields; gradients without one are in the order of `results`.
         """
@@ -79,14 +100,15 @@ class Split:
         for path, x in leaves:
             name = getattr(path[-1], "name", None)
             dims.append((next(unnamed) if name is None else dimensions[name])[: x.ndim])
-        if len(operands) == 2:
+        if not backward:
             return cls(method, problem, of_shard, tuple(dims), tuple(of_results), heads, shared)
         inputs = getattr(operands[0], "inputs", operands[0])
         of_gradients = tuple(dims[: len(jax.tree.leaves(inputs))])
         return cls(method, problem, of_shard, tuple(dims), of_gradients, heads, shared)
 
-    def run(self, *operands: Any) -> Any:
-        return self.method(self.of_shard(self.problem, *operands), *operands)
+    def run(self, *operands: Any, is_shard: bool) -> Any:
+        problem = self.of_shard(self.problem, *operands)
+        return self.method.method(problem, is_shard=is_shard)(problem, *operands)
 
     def __call__(self, *operands: Any) -> Any:
         """What `run` gives. Under `jax.vmap` it is one call on a larger batch, if nothing is shared by all of it."""
@@ -139,16 +161,20 @@ def _split(call: Split, tree: Any) -> Callable[..., list[jax.Array]]:
     Its name stands for all that the call is: where JAX leaves the address of `partition` out of what it knows programs
     by in its cache (`jax_remove_custom_partitioning_ptr_from_cache_key`), they would else be taken for one another.
     """
-    run = _flat(call, tree)
+    run = _flat(call, tree, is_shard=False)
 
     def partition(mesh: Any, operands: Sequence[Any], results: Sequence[Any]):
         shards = _Shards.of(call, mesh, operands)
 
         def on_shard(*arrays: jax.Array) -> list[jax.Array]:
             arrays = tuple(map(shards.own, arrays, call.operands))
-            platform = Arch.of_device(shards.mesh.devices.flat[0]).platform
-            lowered = _lowered(call, tree, _kinds(arrays), platform, (lowering_targets(), *_settings()))
-            parts = enumerate(zip(lowered.call(*arrays), call.results, results, strict=True))
+            if shards.joined is not None:
+                made = jax.tree.leaves(shards.joined(*jax.tree.unflatten(tree, arrays)))
+            else:
+                platform = Arch.of_device(shards.mesh.devices.flat[0]).platform
+                around = lowering_targets(), *_settings()
+                made = _lowered(call, tree, _kinds(arrays), platform, around).call(*arrays)
+            parts = enumerate(zip(made, call.results, results, strict=True))
             return [shards.together(*part, lax.pmax if i in call.largest else lax.psum) for i, part in parts]
 
         of_operands = tuple(shards.sharding(x.shape, dims) for x, dims in zip(operands, call.operands, strict=True))
@@ -163,16 +189,16 @@ def _split(call: Split, tree: Any) -> Callable[..., list[jax.Array]]:
         parted.def_partition(partition, decode_shardings=False, sharding_rule=rule, need_replication_factors=whole)
         return parted(*arrays)
 
-    does = call.method
-    dims = call.operands, call.results, call.largest
+    does = call.method.kernel
+    dims = call.operands, call.results, call.largest, call.unit
     facts = __version__, does.__module__, does.__qualname__, call.problem, dims, tree
     split.__name__ = f"{does.__name__}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
     return jax.jit(split)
 
 
-def _flat(call: Split, tree: Any) -> Callable[..., list[jax.Array]]:
+def _flat(call: Split, tree: Any, *, is_shard: bool) -> Callable[..., list[jax.Array]]:
     """The call on the operands' leaves."""
-    return lambda *arrays: jax.tree.leaves(call.run(*jax.tree.unflatten(tree, arrays)))
+    return lambda *arrays: jax.tree.leaves(call.run(*jax.tree.unflatten(tree, arrays), is_shard=is_shard))
 
 
 _Kinds = tuple[tuple[tuple[int, ...], Any], ...]
@@ -187,7 +213,7 @@ def _kinds(arrays: Sequence[Any]) -> _Kinds:
 def _results(call: Split, tree: Any, kinds: _Kinds) -> tuple[list[jax.ShapeDtypeStruct], Any]:
     """What the call gives, as leaves, and their tree; traced once for all layers."""
     operands = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
-    return jax.tree.flatten(jax.eval_shape(call.run, *operands))
+    return jax.tree.flatten(jax.eval_shape(functools.partial(call.run, is_shard=False), *operands))
 
 
 def _settings() -> tuple[Any, ...]:
@@ -204,7 +230,7 @@ def _lowered(call: Split, tree: Any, kinds: _Kinds, platform: str, around: Any) 
     """
     del around
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in _CUSTOM_CALLS]
-    lower = export.export(jax.jit(_flat(call, tree)), platforms=[platform], disabled_checks=checks)
+    lower = export.export(jax.jit(_flat(call, tree, is_shard=True)), platforms=[platform], disabled_checks=checks)
     return lower(*(jax.ShapeDtypeStruct(*kind) for kind in kinds))
 
 
@@ -218,6 +244,8 @@ class _Shards:
     call: Split
     sizes: dict[str, int]
     """Of the dimensions of all devices."""
+    joins: bool
+    """Whether devices have parts of one unit."""
 
     @classmethod
     def of(cls, call: Split, mesh: Mesh, operands: Sequence[Any]) -> _Shards:
@@ -233,8 +261,20 @@ class _Shards:
         shards, shared = _product(fine, axes.get(call.heads, ())), sizes.get(call.shared, 1)
         if shared % shards and shards % shared:
             axes[call.heads] = ()
+        heads, joins = sizes.get(call.heads, 1), False
+        if heads // shards % call.unit:
+            joins = heads == call.unit and call.joined is not None
+            axes[call.heads] = axes[call.heads] if joins else ()
         axes[call.shared] = axes.get(call.heads, ()) if shared % shards == 0 else ()
-        return cls(fine, axes, call, sizes)
+        return cls(fine, axes, call, sizes, joins)
+
+    @property
+    def joined(self) -> Callable[..., Any] | None:
+        """Of the operands of a device that has a part of a unit."""
+        if not self.joins or self.call.joined is None:
+            return None
+        of_part, axes = self.call.joined, self.axes[self.call.heads]
+        return lambda *operands: of_part(self.call.of_shard(self.call.problem, *operands), axes, *operands)
 
     def sharding(self, shape: tuple[int, ...], dims: Dims) -> NamedSharding:
         return NamedSharding(self.mesh, P(*(self._of(name, n) or None for name, n in zip(dims, shape, strict=True))))

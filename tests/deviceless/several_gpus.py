@@ -35,6 +35,10 @@ def convolve(backend, x, w):
     return fast_layers.causal_conv1d(x, w, activation="silu", implementation=backend)
 
 
+def normalise(backend, y, z, weight):
+    return fast_layers.gated_rms_norm(y, z, weight, group_size=256, implementation=backend)
+
+
 # The function, and shape and layout of each operand.
 OPS = {
     "attention": (attention, [((4, 512, 8, 128), ROWS), *[((4, 512, 4, 128), ROWS)] * 2]),
@@ -46,6 +50,8 @@ OPS = {
         [((4, 256, 8, 64), ROWS), ((4, 256, 8), ROWS), ((8,), P("model")), *[((4, 256, 1, 64), P("data"))] * 2],
     ),
     "conv1d": (convolve, [((4, 256, 1024), ROWS), ((4, 1024), P(None, "model"))]),
+    "conv1d_of_2^31_numbers": (convolve, [((64, 4096, 8192), ROWS), ((4, 8192), P(None, "model"))]),
+    "norm": (normalise, [*[((4, 256, 1024), ROWS)] * 2, ((1024,), P("model"))]),
 }
 
 

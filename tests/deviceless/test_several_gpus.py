@@ -18,11 +18,11 @@ pytestmark = [
 ]
 
 # What each kernel of the op gives, of a mesh of two by four.
-OUT, CONVOLVED, SCANNED = "2,512,2,128", "2,256,256", "2,256,2,64"
+OUT, CONVOLVED, SCANNED, NORMALISED = "2,512,2,128", "2,256,256", "2,256,2,64", "1,512,256"
 # What a forward finds for the backward; where it is a part's alone that does not, as it is small, XLA does.
 SIZES, SMALL_OUT = "64,2,128", "2,2048,2,64"
 OPS = {"attention": OUT, "fewer_key_heads": OUT, "depth_64": SIZES, "few_heads": SMALL_OUT}
-OPS |= {"scan": SCANNED, "conv1d": CONVOLVED}
+OPS |= {"scan": SCANNED, "conv1d": CONVOLVED, "conv1d_of_2^31_numbers": "32,4096,2048", "norm": NORMALISED}
 ON_BLACKWELL = ("attention", "scan")
 
 

@@ -134,13 +134,14 @@ def test_explicit_axes(name):
     _assert_as_on_one(run, call, shapes)
 
 
-# Those that XLA splits by itself.
-AUTOMATIC = ("attention", "attention_in_one_launch", "ssd", "conv")
+# Those that XLA splits by itself. Where a row of the norm is on several GPUs, each has a part and takes no kernel.
+AUTOMATIC = {name: EXPLICIT[name] for name in ("attention", "attention_in_one_launch", "ssd", "conv", "norm")}
+AUTOMATIC["norm_in_parts"] = (norm, [*[((B, T, D), ROWS)] * 2, ((D,), P("model")), ((B, T, D), ROWS)])
 
 
 @pytest.mark.parametrize("name", AUTOMATIC)
 def test_automatic_axes(name):
-    call, shapes = EXPLICIT[name]
+    call, shapes = AUTOMATIC[name]
     mesh = jax.make_mesh(SHAPE, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def run(implementation):

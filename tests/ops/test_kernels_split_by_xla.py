@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import fast_layers
 from fast_layers import dispatch
+from fast_layers.arch import Arch
 from fast_layers.kernel_parts import automatic_axes
 from fast_layers.ops.attention import api, hopper_call, hopper_fwd_sizes, xla
 from fast_layers.testing.closeness import assert_trees_close
@@ -24,6 +25,7 @@ from fast_layers.testing.closeness import assert_trees_close
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 
 B, T, S, H = 8, 24, 20, 8
+OPS = ("attention", "ssd", "conv1d", "gated_norm")
 LAYOUTS = {
     "batch and heads": P("data", None, "model"),
     "batch": P(("data", "model")),
@@ -37,7 +39,7 @@ def shards(monkeypatch):
     """A backend named "kernel" for each op that lets XLA split its kernels; the problems that it was given."""
     seen = []
     monkeypatch.setattr(automatic_axes, "gpus_here", lambda: 8)
-    for op in ("attention", "ssd", "conv1d"):
+    for op in OPS:
         api, xla, sharding = (importlib.import_module(f"fast_layers.ops.{op}.{x}") for x in ("api", "xla", "sharding"))
 
         def forward(problem, *args, xla=xla):
@@ -80,6 +82,10 @@ def convolve(backend, inputs, **options):
     return fast_layers.causal_conv1d(**inputs, **options, activation="silu", implementation=backend)
 
 
+def normalise(backend, inputs, **options):
+    return fast_layers.gated_rms_norm(**inputs, **options, implementation=backend)
+
+
 def _attention(heads, kv_heads, **more):
     shapes = {"query": (B, T, heads, H), "key": (B, S, kv_heads, H), "value": (B, S, kv_heads, H), **more}
     return {name: _normal(*shape) for name, shape in shapes.items()}
@@ -89,6 +95,10 @@ def _scan(heads, groups, **more):
     shapes = {"x": (B, T, heads, 4), "dt": (B, T, heads), "A": (heads,)}
     shapes |= {"B": (B, T, groups, 6), "C": (B, T, groups, 6), **more}
     return {name: _normal(*shape) for name, shape in shapes.items()}
+
+
+def _norm(*shape):
+    return {"y": _normal(*shape), "z": _normal(*shape) / 2, "weight": _normal(shape[-1])}
 
 
 IDS = np.repeat([[0, 1], [1, 2], [3, 3], [4, 5]] * 2, T // 2, 1)
@@ -114,6 +124,10 @@ CALLS: dict[str, tuple[Any, dict[str, jax.Array], dict[str, Any]]] = {
         {"x": _normal(B, T, 16), "w": _normal(3, 16), "initial_state": _normal(B, 16, 2)},
         {"segment_ids": IDS, "return_final_state": True},
     ),
+    "norm, groups": (normalise, _norm(B, T, 16), {"group_size": 2}),
+    "norm, one group": (normalise, _norm(B, T, 16), {"norm_before_gate": True}),
+    "norm, groups on several devices": (normalise, _norm(B, T, 16), {"group_size": 8}),
+    "norm, more dimensions": (normalise, _norm(B, 3, T, 16), {}),
 }
 IN_ALL_LAYOUTS = (
     "grouped heads",
@@ -121,6 +135,9 @@ IN_ALL_LAYOUTS = (
     "bias of all examples",
     "scan, one group",
     "convolution",
+    "norm, groups",
+    "norm, one group",
+    "norm, groups on several devices",
 )
 
 
@@ -151,7 +168,15 @@ def _placed(inputs, spec, mesh):
 
 
 def _first(inputs):
-    return "query" if "query" in inputs else "x"
+    return next(iter(inputs))
+
+
+def _sizes(problem):
+    """Of what may be split."""
+    p = problem
+    if hasattr(p, "rows"):
+        return (*p.rows, p.features)
+    return p.batch, p.channels if hasattr(p, "channels") else p.heads
 
 
 def _assert_alike(got, whole):
@@ -171,10 +196,17 @@ def test_values_and_gradients(name, layout, shards):
     placed = _placed(inputs, LAYOUTS[layout], _mesh())
     step = jax.jit(functools.partial(_step, call, "kernel", options)).lower(placed).compile()
     jax.tree.map(_assert_alike, step(placed), whole)
-    of_shards = {(p.batch, p.channels if hasattr(p, "channels") else p.heads) for p in shards}
+    of_shards = {_sizes(p) for p in shards}
     first = placed[_first(inputs)]
     of_first = first.sharding.shard_shape(first.shape)
-    if name == "heads that no shards fit":
+    parted = first.ndim == 3 and of_first[2] % options.get("group_size", first.shape[2]) != 0
+    if call is normalise and parted and "group_size" in options:
+        assert (*of_first[:2], first.shape[2]) in of_shards
+    elif call is normalise:
+        # Of a group on several devices each computes its part, by no kernel.
+        assert (of_first in of_shards) == (not parted)
+        assert "all-gather" not in step.as_text()
+    elif name == "heads that no shards fit":
         assert of_shards == {(B, 12), (B // 2, 12)}
     elif layout == "length":
         assert of_shards == {(B, first.shape[2])}
@@ -278,6 +310,68 @@ def test_a_kernel_is_chosen_unasked(shards):
     with jax.set_mesh(_mesh()):
         (plan,) = fast_layers.explain(fast_layers.dot_product_attention, x, x, x).plans
     assert [plan.sole_backend(pass_).name for pass_ in dispatch.PASSES] == ["kernel", "kernel"]
+
+
+@pytest.fixture
+def whole_channels(shards, monkeypatch):
+    """The convolution's kernel takes all 16 channels or none; the problems that it was given."""
+    from fast_layers.ops.conv1d import api
+
+    def takes(problem, arch, pass_):
+        return None if problem.channels == 16 else f"takes 16 channels, got {problem.channels}"
+
+    monkeypatch.setattr(api, "BACKENDS", (dataclasses.replace(api.BACKENDS[0], supports=takes), *api.BACKENDS[1:]))
+    return shards
+
+
+@pytest.mark.parametrize("layout", ["batch", "batch and heads"])
+def test_shards_that_the_kernel_refuses_are_left_to_xla(layout, whole_channels):
+    call, inputs, options = CALLS["convolution"]
+    whole = jax.jit(functools.partial(_step, call, "xla", options))(inputs)
+    step = jax.jit(functools.partial(_step, call, None, options))
+    jax.tree.map(_assert_alike, step(_placed(inputs, LAYOUTS[layout], _mesh())), whole)
+    of_kernel = {_sizes(problem) for problem in whole_channels}
+    assert of_kernel == ({(B, 16), (1, 16)} if layout == "batch" else {(B, 16)})
+
+
+def test_shards_that_a_named_kernel_refuses_raise(whole_channels):
+    call, inputs, options = CALLS["convolution"]
+    step = jax.jit(functools.partial(_step, call, "kernel", options))
+    placed = _placed(inputs, LAYOUTS["batch and heads"], _mesh())
+    with pytest.raises(Exception, match=r"each device x \[4, 24, 4\].* kernel: takes 16 channels, got 4\. Shard it"):
+        step(placed)
+
+
+def test_forbidden_backends_take_no_shards(whole_channels):
+    call, inputs, options = CALLS["convolution"]
+    step = jax.jit(functools.partial(_step, call, None, options))
+    placed = _placed(inputs, LAYOUTS["batch and heads"], _mesh())
+    with fast_layers.use_backends(forbid="xla"), pytest.raises(Exception, match="takes 16 channels, got 4"):
+        step(placed)
+
+
+@pytest.mark.parametrize("op", ["conv1d", "gated_norm"])
+def test_more_numbers_than_a_kernel_counts(op):
+    """They may be those of all devices, and are no more than one has."""
+    hopper = importlib.import_module(f"fast_layers.ops.{op}.hopper_call")
+    sizes = {
+        "conv1d": {"batch": 2**10, "length": 2**10, "channels": 2**12, "width": 4, "activation": None}
+        | dict.fromkeys(("bias", "segments", "initial_state", "final_state"), False),
+        "gated_norm": {
+            "rows": (2**20,),
+            "features": 2**12,
+            "group_size": 2**12,
+            "eps": 1e-5,
+            "norm_before_gate": False,
+        },
+    }
+    problem = importlib.import_module(f"fast_layers.ops.{op}.problem").Problem(dtype=jnp.bfloat16, **sizes[op])
+    h100 = Arch("cuda", "NVIDIA H100", (9, 0))
+    with jax.set_mesh(_mesh()):
+        assert hopper.supports(problem, h100, "forward") is None
+        with automatic_axes.on_a_shard():
+            assert "takes up to 2147483647 numbers" in hopper.supports(problem, h100, "forward")
+    assert "takes up to 2147483647 numbers" in hopper.supports(problem, h100, "forward")
 
 
 def test_the_name_stands_for_the_call(shards):

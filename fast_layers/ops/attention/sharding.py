@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fast_layers.kernel_parts.manual_axes import explicit_axes, lay_out, vary_alike
-from fast_layers.kernel_parts.split_by_xla import Split
+from fast_layers.kernel_parts.split_by_xla import OfShards, Split
 from fast_layers.ops.attention import hopper_call
 from fast_layers.ops.attention.problem import Aux, Inputs, MaskFacts, Problem, Residuals
 
@@ -116,12 +116,12 @@ def _of_shard(problem: Problem, given: Inputs | Residuals, *others: Any) -> Prob
     )
 
 
-def by_xla(method: Callable[..., Any], problem: Problem, *operands: Any) -> Any:
+def by_xla(method: OfShards, problem: Problem, *operands: Any) -> Any:
     """`method(problem, *operands)`, a kernel's forward or backward, each device's part of it by itself."""
     results: tuple[str, ...] = ("out", "lse")
     largest: tuple[int, ...] = ()
-    if method is hopper_call.forward_saving:
+    if method.kernel is hopper_call.forward_saving:
         results, largest = (*results, "sizes"), (len(results),)
     facts = _DIMENSIONS, results, "heads", "kv_heads", _of_shard
-    split = Split.of_pass(*facts, method, problem, *operands)
+    split = Split.of_pass(*facts, method, problem, *operands, backward=len(operands) > 2)
     return dataclasses.replace(split, largest=largest)(*operands)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from fast_layers.kernel_parts.manual_axes import explicit_axes, explicit_names, lay_out, mesh_of, vary_alike
-from fast_layers.kernel_parts.split_by_xla import Split
+from fast_layers.kernel_parts.split_by_xla import OfShards, Split
 from fast_layers.ops.conv1d.problem import Aux, Inputs, Outputs, Problem
 
 _DIMENSIONS = {
@@ -72,8 +72,8 @@ def _of_shard(problem: Problem, inputs: Inputs, *others: Any) -> Problem:
     return dataclasses.replace(problem, batch=batch, channels=channels)
 
 
-def by_xla(method: Callable[..., Any], problem: Problem, *operands: Any) -> Any:
+def by_xla(method: OfShards, problem: Problem, *operands: Any) -> Any:
     """`method(problem, *operands)`, a kernel's forward or backward, each device's part of it by itself."""
     results = ("y", "final_state") if problem.final_state else ("y",)
     facts = _DIMENSIONS, results, "channels", "channels", _of_shard
-    return Split.of_pass(*facts, method, problem, *operands)(*operands)
+    return Split.of_pass(*facts, method, problem, *operands, backward=len(operands) > 2)(*operands)

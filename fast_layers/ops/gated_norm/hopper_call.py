@@ -19,8 +19,8 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
     p = problem
     if reason := refusals.not_hopper(arch):
         return reason
-    if automatic_axes.may_be_partitioned():
-        return f"{automatic_axes.WAY_OUT}, or shard the rows over explicit mesh axes"
+    if reason := automatic_axes.refusal():
+        return reason
     if p.split_groups:
         return "needs the features of a group on one device; shard rows, or whole groups"
     if p.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -31,7 +31,7 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
         return f"needs rows, got y {[*p.rows, p.features]}"
     if HopperTiles.of(p.group_size) is None:
         return f"takes groups of {LEGAL_GROUPS} features, got {p.group_size}"
-    if math.prod(p.rows) * p.features > refusals.MOST_NUMBERS:
+    if math.prod(p.rows) * p.features > refusals.MOST_NUMBERS and not automatic_axes.xla_splits():
         return f"takes up to {refusals.MOST_NUMBERS} numbers, got y {[*p.rows, p.features]}; split the rows"
     return None
 

@@ -1,6 +1,8 @@
 """The gated norm on sharded arrays: rows are independent, and so are groups, so each device computes its own part.
 
-Under automatic sharding XLA partitions the `xla` backend by itself. Under explicit sharding (`AxisType.Explicit`) the
+Under automatic sharding XLA partitions the `xla` backend by itself, and is told how kernels may be split: by rows and
+whole groups, and where one group is spread over devices, each computes its part in plain XLA and they add up its sums.
+Under explicit sharding (`AxisType.Explicit`) the
 arrays' types say how they are laid out, and the call runs per shard in `jax.shard_map`; but where features of one group
 are on several devices, the whole is left to XLA: it adds up over devices if there is one group, else features are
 gathered first.
@@ -18,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from fast_layers.kernel_parts.manual_axes import explicit_axes, explicit_names, lay_out, mesh_of, vary_alike
+from fast_layers.kernel_parts.split_by_xla import OfShards, Split
+from fast_layers.ops.gated_norm import xla
 from fast_layers.ops.gated_norm.problem import Inputs, Problem
 
 
@@ -48,3 +52,30 @@ def per_shard(normalise: Callable[[Problem, Inputs], Array], problem: Problem, i
     # If y is whole, so is now everything, and each device computes all.
     names = {name for axes in (*rows, features) for name in axes or ()} or explicit_names(mesh)
     return jax.shard_map(on_shard, mesh=mesh, in_specs=(specs,), out_specs=specs.y, axis_names=names)(inputs)
+
+
+def _of_shard(problem: Problem, inputs: Inputs, *others: Any) -> Problem:
+    del others
+    *rows, features = inputs.y.shape
+    size = min(problem.group_size, features)
+    return dataclasses.replace(problem, rows=tuple(rows), features=features, group_size=size)
+
+
+def _forward_of_part(problem: Problem, axes: tuple[str, ...], inputs: Inputs) -> Array:
+    return xla.forward(problem, inputs, axes)
+
+
+def _backward_of_part(problem: Problem, axes: tuple[str, ...], inputs: Inputs, d_out: Array) -> Inputs:
+    return xla.backward(problem, inputs, d_out, axes)
+
+
+def by_xla(method: OfShards, problem: Problem, *operands: Any) -> Any:
+    """`method(problem, *operands)`, a kernel's forward or backward, each device's part of it by itself."""
+    of_rows = ("batch", *(f"rows_{i}" for i in range(1, len(problem.rows))))[: len(problem.rows)]
+    by_row = (*of_rows, "features")
+    dimensions = {"y": by_row, "z": by_row, "weight": ("features",)}
+    facts = dimensions, ("y",), "features", "features", _of_shard
+    backward = len(operands) > 1
+    split = Split.of_pass(*facts, method, problem, *operands, backward=backward)
+    joined = _backward_of_part if backward else _forward_of_part
+    return dataclasses.replace(split, unit=problem.group_size, joined=joined)(*operands)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fast_layers.kernel_parts.manual_axes import explicit_axes, explicit_names, lay_out, mesh_of, vary_alike
-from fast_layers.kernel_parts.split_by_xla import Split
+from fast_layers.kernel_parts.split_by_xla import OfShards, Split
 from fast_layers.ops.ssd.problem import Aux, Inputs, Problem, Residuals, Scanned
 
 # What the dimensions of each operand are, by its field name; None is never sharded.
@@ -106,7 +106,7 @@ def _of_shard(problem: Problem, given: Inputs | Residuals, *others: Any) -> Prob
     return dataclasses.replace(problem, batch=batch, heads=heads, groups=inputs.B.shape[2])
 
 
-def by_xla(method: Callable[..., Any], problem: Problem, *operands: Any) -> Any:
+def by_xla(method: OfShards, problem: Problem, *operands: Any) -> Any:
     """`method(problem, *operands)`, a kernel's forward or backward, each device's part of it by itself."""
     facts = _DIMENSIONS, ("out", "final_state"), "heads", "groups", _of_shard
-    return Split.of_pass(*facts, method, problem, *operands)(*operands)
+    return Split.of_pass(*facts, method, problem, *operands, backward=len(operands) > 2)(*operands)
