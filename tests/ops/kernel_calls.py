@@ -1,4 +1,4 @@
-"""Calls of each op's kernels by name, which need no GPU to be traced."""
+"""Calls of each op's kernels by name, which need no GPU to be traced; and what is chosen for a GPU that is not here."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ import jax.numpy as jnp
 
 import fast_layers
 from fast_layers.arch import Arch
+from fast_layers.dispatch import PASSES, choose
 
 H200 = Arch("cuda", "NVIDIA H200", (9, 0))
 B200 = Arch("cuda", "NVIDIA B200", (10, 0))
+
+
+def chosen(backends, problem, arch):
+    """The backends' names, of the forward and the backward, that a call takes unasked."""
+    choices = [choose(backends, problem, arch, pass_) for pass_ in PASSES]
+    return tuple(choice.require("op").name for choice in choices)
 
 
 def attention(backend, heads=2):

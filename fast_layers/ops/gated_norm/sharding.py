@@ -2,10 +2,10 @@
 
 Under automatic sharding XLA partitions the `xla` backend by itself, and is told how kernels may be split: by rows and
 whole groups, and where one group is spread over devices, each computes its part in plain XLA and they add up its sums.
-Under explicit sharding (`AxisType.Explicit`) the
-arrays' types say how they are laid out, and the call runs per shard in `jax.shard_map`; but where features of one group
-are on several devices, the whole is left to XLA: it adds up over devices if there is one group, else features are
-gathered first.
+
+Under explicit sharding (`AxisType.Explicit`) the arrays' types say how they are laid out, and the call runs per shard
+in `jax.shard_map`; but where features of one group are on several devices, the whole is left to XLA: it adds up over
+devices if there is one group, else features are gathered first.
 """
 
 from __future__ import annotations
