@@ -544,6 +544,18 @@ def test_files_that_are_damaged(tmp_path):
             checkpoints.load_mamba2(folder)
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {}}'])
+def test_a_damaged_index_is_no_model_to_replace(tmp_path, content):
+    """Which parts it named cannot be told, and nothing is to be downloaded."""
+    model = checkpoints.load_mamba2(write(tmp_path / "model", published()))
+    index = tmp_path / "into" / "model.safetensors.index.json"
+    index.parent.mkdir()
+    index.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(str(index)) + ".*: delete it, or save into another folder$"):
+        checkpoints.save_mamba2(model, index.parent)
+    assert [file.name for file in index.parent.iterdir()] == [index.name]
+
+
 def test_what_is_no_model_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match="model is a dict: must be a Mamba2LM, as load_mamba2 returns"):
         checkpoints.save_mamba2({}, tmp_path / "new")

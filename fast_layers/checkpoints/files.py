@@ -21,6 +21,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # of weights in several files
 
+_AGAIN = "download or copy it again"
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
 """Safetensors' names of the dtypes that weights may have: smaller ones and integers are quantised, and its NumPy reader
 does not know all of them."""
@@ -98,7 +99,7 @@ def save_mamba2(model: Mamba2LM, folder: str | os.PathLike[str], layout: Layout 
     tensors = tensors_of(nnx.to_pure_dict(nnx.state(model, nnx.Param)), model.config, layout)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    stale = _parts(folder)
+    stale = _parts(folder, way_out="delete it, or save into another folder")
     partial = {name: folder / f"{name}.partial" for name in (WEIGHTS, CONFIG)}
     try:
         _safetensors().numpy.save_file(tensors, partial[WEIGHTS], metadata={"format": "pt"})
@@ -141,7 +142,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
             found = safetensors.numpy.load_file(file)
         except safetensors.SafetensorError as error:
             raise ValueError(
-                f"{file} is damaged or no safetensors file ({error}): download or copy it again; of a "
+                f"{file} is damaged or no safetensors file ({error}): {_AGAIN}; of a "
                 "pytorch_model.bin torch.load and safetensors.torch.save_file make one"
             ) from error
         if twice := sorted(tensors.keys() & found.keys()):
@@ -159,24 +160,24 @@ def _check_dtypes(file: Path, dtypes: dict[str, str]) -> None:
             )
 
 
-def _parts(folder: Path) -> list[str]:
+def _parts(folder: Path, *, way_out: str = _AGAIN) -> list[str]:
     """Names of the files that the index lists; none without an index."""
     if not (folder / INDEX).is_file():
         return []
-    content = _json(folder / INDEX)
+    content = _json(folder / INDEX, way_out=way_out)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{folder / INDEX}: must be an object with weight_map, the file of each tensor")
+        raise ValueError(f"{folder / INDEX}: must be an object with weight_map, the file of each tensor: {way_out}")
     if not weight_map and not (folder / WEIGHTS).is_file():
-        raise ValueError(f"{folder / INDEX}: its weight_map names no tensors: download or copy it again")
+        raise ValueError(f"{folder / INDEX}: its weight_map names no tensors: {way_out}")
     return sorted(set(weight_map.values()))
 
 
-def _json(file: Path) -> Any:
+def _json(file: Path, *, way_out: str = _AGAIN) -> Any:
     try:
         return json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is damaged or no JSON ({error}): download or copy it again") from error
+        raise ValueError(f"{file} is damaged or no JSON ({error}): {way_out}") from error
 
 
 def _safetensors() -> ModuleType:
