@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from fast_layers.arch import Arch
+from fast_layers.kernel_parts import automatic_axes
 
 _HOPPER = (9, 0)
 _BLACKWELL = ((10, 0), (10, 3))
@@ -33,6 +34,11 @@ def _wide_integers() -> str | None:
     if jax.config.jax_enable_x64:
         return "needs integers of 32 bits, but jax_enable_x64 is on; call it `with jax.enable_x64(False)`"
     return None
+
+
+def too_many(numbers: int) -> bool:
+    """For one array; where XLA splits the call they are those of all devices, and each is asked about its own."""
+    return numbers > MOST_NUMBERS and not automatic_axes.xla_splits()
 
 
 def symbolic(sizes: Iterable[Any]) -> str | None:

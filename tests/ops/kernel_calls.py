@@ -13,10 +13,9 @@ H200 = Arch("cuda", "NVIDIA H200", (9, 0))
 B200 = Arch("cuda", "NVIDIA B200", (10, 0))
 
 
-def chosen(backends, problem, arch):
-    """The backends' names, of the forward and the backward, that a call takes unasked."""
-    choices = [choose(backends, problem, arch, pass_) for pass_ in PASSES]
-    return tuple(choice.require("op").name for choice in choices)
+def objections(backends, problem, arch):
+    """For the forward and the backward: why an unasked call takes another backend than the first, or None."""
+    return [dict(choose(backends, problem, arch, pass_).refusals).get(backends[0].name) for pass_ in PASSES]
 
 
 def attention(backend, heads=2):

@@ -31,7 +31,7 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
         return f"takes {WIDTHS[0]} to {WIDTHS[-1]} taps, got {p.width}"
     if p.channels % THREADS:
         return f"takes channels in multiples of {THREADS}, one for each thread, got {p.channels}"
-    if math.prod(sizes) > refusals.MOST_NUMBERS and not automatic_axes.xla_splits():
+    if refusals.too_many(math.prod(sizes)):
         return f"takes up to {refusals.MOST_NUMBERS} numbers, got x {list(sizes)}; split the batch"
     return None
 

@@ -31,7 +31,7 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
         return f"needs rows, got y {[*p.rows, p.features]}"
     if HopperTiles.of(p.group_size) is None:
         return f"takes groups of {LEGAL_GROUPS} features, got {p.group_size}"
-    if math.prod(p.rows) * p.features > refusals.MOST_NUMBERS and not automatic_axes.xla_splits():
+    if refusals.too_many(math.prod(p.rows) * p.features):
         return f"takes up to {refusals.MOST_NUMBERS} numbers, got y {[*p.rows, p.features]}; split the rows"
     return None
 
