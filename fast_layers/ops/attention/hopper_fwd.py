@@ -308,7 +308,10 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             def _look():
                 """While the stores are on their way, for `judge`."""
                 unfinished = (out * 0.0).sum(axis=1)
-                found = jnp.where(unfinished != 0, _BROKEN, 0.0)  # NaN differs from everything
+                broken = unfinished != 0  # NaN differs from everything
+                if s.loose_query is not None:  # in rows that nobody asks for stands what was left in shared memory
+                    broken &= plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW) < p.q_len
+                found = jnp.where(broken, _BROKEN, 0.0)
                 if tiles.first_maximum:
                     lost = failed(row_sum, unfinished, mask.sees_keys(rows, q_start, ROWS))
                     found = jnp.where(lost, _LOST, found)
