@@ -123,6 +123,11 @@ def attend(
         # Queries see keys up to their own position, so this also hides what is not filled yet.
         is_causal, key, value, in_cache = True, cache.key, cache.value, cache.fits
 
+    # A jitted step cannot raise when the cache is full, and must not look like an answer. Where each query sees a key,
+    # its own NaN reaches all of `out`: XLA writes it with the query, and not once more with `out`.
+    each_sees_some = extras.mask is None and options.window is None
+    if in_cache is not None and each_sees_some:
+        query, in_cache = jnp.where(in_cache, query, jnp.nan), None
     query, key, value = promote((query, key, value))
     combined = _combine(extras.mask, is_causal, options.window, q_offset)
     if jnp.iscomplexobj(query):
@@ -150,7 +155,6 @@ def attend(
         else:
             out, weights = attention_weights(*operands, **shared)
             sow(weights)
-    # A jitted step cannot raise when the cache is full, and must not look like an answer.
     return out if in_cache is None else jnp.where(in_cache, out, jnp.nan)
 
 

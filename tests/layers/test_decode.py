@@ -241,6 +241,17 @@ def test_a_chunk_that_does_not_fit_is_nan_inside_jit(library):
     assert jnp.isnan(decoder(x[:, :1])).all()
 
 
+@pytest.mark.parametrize("options", [{"window": 2}, {}])
+def test_what_does_not_fit_is_nan_also_where_no_key_is_seen(options):
+    """With a window far past the end of the cache, or where a mask hides all: softmax would give 0."""
+    x = text((2, 3, FEATURES))
+    decoder = NnxDecoder(nnx_layer(**options), (2, 4, FEATURES))
+    hides_all = {} if options else {"mask": jnp.zeros((3, 4), bool)}
+    assert jnp.isfinite(decoder(x, **hides_all)).all()
+    for _ in range(4):
+        assert jnp.isnan(decoder(x, **hides_all)).all()
+
+
 def test_errors():
     layer, x = nnx_layer(), text((2, 3, FEATURES))
     layer.init_cache((2, 4, FEATURES))

@@ -179,6 +179,7 @@ def test_rows_that_nobody_asks_for_break_nothing():
 LOOSE_QUERY_FAULTS = {
     "not awaited": ("barrier_wait q_ready", "read of SMEM"),
     "not committed": ("commit_smem #1", "SMEM"),
+    "out not committed": ("commit_smem #2", "SMEM"),
 }
 
 

@@ -34,6 +34,7 @@ from fast_layers.ops.attention.kernel_operands import (
     padded_depth,
     round_up,
 )
+from fast_layers.ops.attention.masks import ExampleBand, MaskForm
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 from fast_layers.ops.attention.tile_logits import LogitOperands
 from fast_layers.ops.attention.tile_mask import Span, TileMask, has_broken_rows, mend_broken_rows
@@ -44,7 +45,7 @@ class Operands(NamedTuple):
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K V"]
     sinks: Float[Array, "B|1 N T|1"] | None
-    mask: RowMask | None
+    mask: RowMask | ExampleBand | None
     logits: LogitOperands
 
 
@@ -81,7 +82,7 @@ def attend(
         pad_for_tma(inputs.key, tiles.kv_tile, qk_dim),
         pad_for_tma(inputs.value, tiles.kv_tile, v_dim),
         None if sinks is None or tiles.splits > 1 else _sinks_by_row(sinks, p, tiles.q_tile),
-        RowMask.of(p, form, tiles.q_tile, tiles.kv_tile),
+        _mask_operand(p, form, tiles),
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile),
     )
     group = problem.group if packs else 1
@@ -90,6 +91,12 @@ def attend(
     if sinks is not None and tiles.splits > 1:
         out, lse = split_kv.join_sinks(out, lse, sinks)
     return out.astype(problem.dtype), lse, *others
+
+
+def _mask_operand(p: Problem, form: MaskForm, tiles: Any) -> RowMask | ExampleBand | None:
+    """Of few rows the numbers of each example, if these say all: arrays of rows take XLA longer than a kernel saves."""
+    by_example = form.intervals_by_example if form.has_interval_arrays and p.q_len <= tiles.q_tile else None
+    return by_example or RowMask.of(p, form, tiles.q_tile, tiles.kv_tile)
 
 
 def _sinks_by_row(sinks: Float[Array, " N"], p: Problem, q_tile: int) -> Float[Array, "1 N T|1"]:
@@ -129,14 +136,23 @@ class Work:
     """So many pieces at least has each block of each group of heads."""
     backwards: bool = False
     """Whether a piece's tiles of keys are taken from the last on."""
+    loose_group: int = 1
+    """Of query heads that a kernel's rows are and that it finds by itself in [B, T, N, H], as `attend` leaves it."""
 
     @property
     def q_tiles(self) -> int:
         return -(-self.problem.q_len // self.tiles.q_tile)
 
-    def is_loose(self, query: Any) -> bool:
-        """[B, T, N, H], as `attend` leaves it to kernels that find each group's heads."""
-        return query.shape[2] > self.problem.heads
+    @property
+    def out_is_loose(self) -> bool:
+        """Whether out goes to [B, T, N, V] at once, from the slot of such queries."""
+        return self.loose_group > 1 and self.tiles.splits == 1 and self.qk_dim == self.v_dim
+
+    def each_loose(self, array: Any, slot: Any, piece: Piece) -> list[tuple[Any, Any]]:
+        """For each query its group's heads, in the GPU's memory and in `slot`."""
+        group, queries = self.loose_group, array.shape[1]
+        heads = pl.ds(piece.head * group, group)
+        return [(array.at[piece.example, t, heads], slot.at[pl.ds(t * group, group)]) for t in range(queries)]
 
     @property
     def out_rows(self) -> int:
@@ -168,8 +184,11 @@ class Work:
     def out_type(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         p, splits = self.problem, self.tiles.splits
         columns = self.v_dim if splits == 1 else round_up(self.v_dim, split_kv.COLUMNS)
+        rows, heads = self.out_rows, p.heads
+        if self.out_is_loose:
+            rows, heads = p.q_len // self.loose_group, p.heads * self.loose_group
         return (
-            jax.ShapeDtypeStruct((p.batch * splits, self.out_rows, p.heads, columns), self.out_dtype),
+            jax.ShapeDtypeStruct((p.batch * splits, rows, heads, columns), self.out_dtype),
             jax.ShapeDtypeStruct((p.batch * splits, p.heads, self.q_tiles * self.tiles.q_tile), jnp.float32),
         )
 
@@ -299,7 +318,8 @@ class Work:
         """The results of all parts of the keys, for `group` heads that were packed into rows."""
         p, splits = self.problem, self.tiles.splits
         if splits == 1:
-            out, lse = packed_heads.unpack(out[:, : p.q_len], group), lse[..., : p.q_len]
+            out = out if self.out_is_loose else packed_heads.unpack(out[:, : p.q_len], group)
+            lse = lse[..., : p.q_len]
         else:
             out, lse = (x.reshape(p.batch, splits, *x.shape[1:]) for x in (out, lse))
             wanted = jnp.float32 if p.sinks else p.dtype
@@ -319,12 +339,9 @@ def load_query(work: Work, inputs: Any, s: Any, piece: Piece, turn: Any) -> None
         def _wait(slot=slot):
             plgpu.barrier_wait(s.q_consumed.at[slot])
 
-        if work.is_loose(inputs.query):
-            _, queries, heads, _ = inputs.query.shape
-            group = heads // work.problem.heads
-            for t in range(queries):
-                query = inputs.query.at[piece.example, t, pl.ds(piece.head * group, group)]
-                plgpu.copy_gmem_to_smem(query, s.loose_query.at[pl.ds(t * group, group)], s.q_ready.at[slot])
+        if work.loose_group > 1:
+            for query, rows in work.each_loose(inputs.query, s.loose_query, piece):
+                plgpu.copy_gmem_to_smem(query, rows, s.q_ready.at[slot])
             continue
         rows = pl.ds(piece.q_index * tiles.q_tile + part * work.rows, work.rows)
         query = inputs.query.at[piece.example, rows, piece.head]

@@ -58,6 +58,7 @@ from fast_layers.ops.attention.hopper_fwd_again import load_again, over_keys_aga
 from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.hopper_fwd_scores import dropped, log2_logits
 from fast_layers.ops.attention.hopper_fwd_sizes import Measure
+from fast_layers.ops.attention.kernel_operands import RowMask
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, Span, TileMask, by_row
@@ -112,7 +113,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
     rounds = _LEAST_ROUNDS if dealt_in_the_call(p) and not p.mask.lengths_only else 0
     backwards, held, split = tiles.last_keys_first, tiles.held_columns, tiles.keys_before_wait
     by_values = tiles.out_by_values
-    work = Work(p, tiles, ROWS, qk_dim, v_dim, tiles.cluster, rounds, backwards)
+    loose_group = group if operands.query.shape[2] > p.heads else 1
+    work = Work(p, tiles, ROWS, qk_dim, v_dim, tiles.cluster, rounds, backwards, loose_group)
     # Who between them visit all tiles of keys that a block loads, or all of its rows.
     lookers = wgs if tiles.own_spans or tiles.first_maximum else 1
     # Measured: with a mask, or at depths over 128, ptxas makes less of the rest; see bench/NOTES.md.
@@ -281,7 +283,9 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
             normaliser = normaliser * logits.survived
         sends = not by_values or again is not None  # by itself, and not the load warpgroup
         if sends:
-            if shares_slot:
+            if work.out_is_loose:
+                out_slot: Any = s.loose_query
+            elif shares_slot:
                 out_slot = query
             elif by_values:
                 out_slot = hopper_fwd_out.own_slot_again(work, s, warpgroup)
@@ -295,7 +299,10 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         out_slot[...] = (out * by_row(normaliser, v_dim)).astype(work.out_dtype)
         lse_slot[...] = lse
         plgpu.commit_smem()
-        if sends:
+        if sends and work.out_is_loose:
+            for to, stored in work.each_loose(out_ref, out_slot, piece):
+                plgpu.copy_smem_to_gmem(stored, to)
+        elif sends:
             stored = out_slot.at[pl.ds(0, work.stored_rows)] if work.stored_rows < ROWS else out_slot
             to = out_ref.at[out_index, pl.ds(q_start, work.stored_rows), head, pl.ds(0, v_dim)]
             plgpu.copy_smem_to_gmem(stored, to)
@@ -452,8 +459,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         rows = pl.ds(piece.q_index * tiles.q_tile + warpgroup * ROWS, ROWS)
         see_nothing(s.row_slots.at[warpgroup], lse_ref, piece, rows, BY_ROW)
 
-    is_loose = work.is_loose(operands.query)
-    q_copies = operands.query.shape[1] if is_loose else 1
+    q_copies = operands.query.shape[1] if loose_group > 1 else 1
     shares_slot = qk_dim == v_dim and work.out_dtype == p.dtype  # out leaves through Q's slot
     consumed: Any = functools.partial(plgpu.Barrier, num_arrivals=wgs)
     cluster_options: dict[str, Any] = {}
@@ -465,7 +471,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "k_slots": smem_tile(ring, kv_tile, qk_dim, dtype=p.dtype),
         "v_slots": smem_tile(v_ring, kv_tile, v_dim, dtype=p.dtype),
         **({} if shares_slot or by_values else {"out_slots": smem_tile(wgs, ROWS, v_dim, dtype=work.out_dtype)}),
-        **({"loose_query": plgpu.SMEM((ROWS, qk_dim), p.dtype)} if is_loose else {}),
+        **({"loose_query": plgpu.SMEM((ROWS, qk_dim), p.dtype)} if loose_group > 1 else {}),
         "row_slots": plgpu.SMEM((wgs + lookers, ROWS), jnp.float32),
         "q_ready": plgpu.Barrier(num_arrivals=q_copies, num_barriers=tiles.q_slots * wgs),
         "q_consumed": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
@@ -483,7 +489,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "out_ready": plgpu.Barrier(num_arrivals=wgs),
     }
     schedule = []
-    if work.is_persistent and operands.mask is not None and dealt_in_the_call(p):
+    if work.is_persistent and isinstance(operands.mask, RowMask) and dealt_in_the_call(p):
         schedule = [work.schedule_by(operands.mask)]
     elif work.is_persistent:
         schedule = [jnp.asarray(work.schedule())]

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Int
 
 from fast_layers.kernel_parts.kv_range import INT_MAX
@@ -52,8 +53,48 @@ def _tightest(pick, a, b):
 
 
 @functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["offset", "lengths"], meta_fields=["band", "rows_per_query"]
+)
+@dataclasses.dataclass(frozen=True)
+class ExampleBand:
+    """Intervals that follow from a number or two of each example, as while decoding.
+
+    Query i sees the keys of `band` from position i + `offset` on (0 where that is None) that come before `lengths`.
+    """
+
+    band: Band | None = None
+    offset: Int[Array, "B|1 1"] | None = None
+    lengths: Int[Array, "B|1 1"] | None = None
+    rows_per_query: int = 1
+    """Of an array whose rows are several heads of each query."""
+
+    def __and__(self, other: ExampleBand) -> ExampleBand | None:
+        """None where two bands begin at different numbers."""
+        offset = _first(self.offset, other.offset)
+        if any(each.band is not None and each.offset is not offset for each in (self, other)):
+            return None
+        band = _both(operator.and_, self.band, other.band)
+        return ExampleBand(band, offset, _both(jnp.minimum, self.lengths, other.lengths))
+
+    def interval(self, offset: Any, length: Any, row: Any, kv_len: int) -> tuple[Any, Any]:
+        """First and one past the last key that `row` sees, from 0 to `kv_len`. Of an array of rows, arrays where they
+        depend on the row, else numbers."""
+        query = row if self.rows_per_query == 1 else lax.div(row, jnp.int32(self.rows_per_query))
+        start, stop = jnp.int32(0), jnp.int32(kv_len)
+        if self.band is not None:
+            low, high, offset = self.band.low, self.band.high, 0 if offset is None else offset
+            if low is not None:
+                start = jnp.clip(query + add_offsets(offset, low, FAR), 0, kv_len)
+            if high is not None:
+                stop = jnp.clip(query + add_offsets(offset, high + 1, FAR), 0, kv_len)
+        if length is not None:
+            stop = jnp.minimum(stop, jnp.clip(length, 0, kv_len))
+        return start, stop
+
+
+@functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["start", "stop", "query_segments", "key_segments", "scattered", "dense"],
+    data_fields=["start", "stop", "query_segments", "key_segments", "scattered", "dense", "by_example"],
     meta_fields=["band", "lengths_only"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +105,7 @@ class MaskForm:
     `scattered`, which comes with segments, says that [start, stop) may hold keys of others than the row's.
     `lengths_only` says what `stop` cannot show statically: that it holds nothing but one number of keys per example,
     and 0 past a number of queries (there is no `start` then).
+    `by_example`, where it is there, says all that `start` and `stop` do.
     """
 
     band: Band | None = None
@@ -74,14 +116,27 @@ class MaskForm:
     scattered: Bool[Array, "B|1 T"] | None = None
     dense: Bool[Array, "B|1 N|1 T|1 S|1"] | None = None
     lengths_only: bool = False
+    by_example: ExampleBand | None = None
 
     @property
     def is_empty(self) -> bool:
         return not jax.tree.leaves(self) and self.band is None
 
     @property
+    def has_interval_arrays(self) -> bool:
+        return self.start is not None or self.stop is not None
+
+    @property
     def has_intervals(self) -> bool:
-        return self.band is not None or self.start is not None or self.stop is not None
+        return self.band is not None or self.has_interval_arrays
+
+    @property
+    def intervals_by_example(self) -> ExampleBand | None:
+        """All intervals, the static band's too; None where it takes arrays of all rows."""
+        of_band = None if self.band is None else ExampleBand(self.band)
+        if of_band is None or not self.has_interval_arrays:
+            return of_band or self.by_example
+        return None if self.by_example is None else self.by_example & of_band
 
     def __and__(self, other: MaskForm) -> MaskForm:
         if self.query_segments is not None and other.query_segments is not None:
@@ -98,11 +153,17 @@ class MaskForm:
             key_segments=same_key,
             scattered=_both(operator.or_, self.scattered, other.scattered),
             dense=_both(operator.and_, self.dense, other.dense),
-            lengths_only=all(
-                form.lengths_only for form in (self, other) if form.start is not None or form.stop is not None
-            )
+            lengths_only=all(form.lengths_only for form in (self, other) if form.has_interval_arrays)
             and not (self.stop is None and other.stop is None),
+            by_example=self._by_example_and(other),
         )
+
+    def _by_example_and(self, other: MaskForm) -> ExampleBand | None:
+        if not (self.has_interval_arrays and other.has_interval_arrays):
+            return self.by_example or other.by_example
+        if self.by_example is None or other.by_example is None:
+            return None
+        return self.by_example & other.by_example
 
     def intervals(self, q_len: int, kv_len: int):
         """(start, stop), each [B|1, T] int32 or None, with the static band folded in."""
@@ -283,9 +344,13 @@ class LocalWindow(Mask):
             high = None if self.right is None or q_offset + self.right >= FAR else max(q_offset + self.right, -FAR)
             return MaskForm(band=None if low is None and high is None else Band(low, high))
         rows, q_offset = jnp.arange(q_len, dtype=jnp.int32)[None], jnp.asarray(q_offset, jnp.int32)
+        low, high = (None if self.left is None else -self.left), self.right
+        if low is high is None:
+            return MaskForm()
         return MaskForm(
-            start=None if self.left is None else rows + add_offsets(q_offset, -self.left, FAR),
-            stop=None if self.right is None else rows + add_offsets(q_offset, self.right + 1, FAR),
+            start=None if low is None else rows + add_offsets(q_offset, low, FAR),
+            stop=None if high is None else rows + add_offsets(q_offset, high + 1, FAR),
+            by_example=ExampleBand(Band(low, high), q_offset),
         )
 
 
@@ -357,7 +422,11 @@ class KeyLengths(Mask):
 
     def lower(self, batch, q_len, kv_len, q_offset=0):
         lengths = _per_example("key lengths", self.lengths, batch)
-        return MaskForm(stop=jnp.broadcast_to(lengths, (lengths.shape[0], q_len)), lengths_only=True)
+        return MaskForm(
+            stop=jnp.broadcast_to(lengths, (lengths.shape[0], q_len)),
+            lengths_only=True,
+            by_example=ExampleBand(lengths=lengths),
+        )
 
 
 @_mask(data=["lengths"])
@@ -435,6 +504,8 @@ def add_offsets(a, b, most: int = INT_MAX):
         a, b = b, a
     if not isinstance(b, int):
         return jnp.clip(a, -INT_MAX - jnp.minimum(b, 0), INT_MAX - jnp.maximum(b, 0)) + b
+    if b == 0 and most == INT_MAX:
+        return a  # itself: kernels take it as it is, without one of XLA's
     b = min(max(b, -most - INT_MAX), most - INT_MIN)
     within = jnp.clip(a, max(-most - b, INT_MIN), min(most - b, INT_MAX))
     return within + jnp.int32((b - INT_MIN) % (1 << 32) + INT_MIN)  # `b` modulo 2^32: the sum fits

@@ -27,6 +27,9 @@ def pack_mask(problem: Problem, form: MaskForm) -> MaskForm:
     of_query = start, stop, form.query_segments, form.scattered
     by_row = (None if x is None else jnp.repeat(x, problem.group, axis=1) for x in of_query)
     start, stop, query_segments, scattered = by_row
+    by_example = form.intervals_by_example
+    if by_example is not None:
+        by_example = dataclasses.replace(by_example, rows_per_query=problem.group)
     return MaskForm(
         start=start,
         stop=stop,
@@ -34,6 +37,7 @@ def pack_mask(problem: Problem, form: MaskForm) -> MaskForm:
         key_segments=form.key_segments,
         scattered=scattered,
         lengths_only=form.lengths_only,
+        by_example=by_example,
     )
 
 

@@ -33,6 +33,8 @@ _DIMENSIONS = {
     "query_segments": ("batch", None),
     "key_segments": ("batch", None),
     "scattered": ("batch", None),
+    "offset": ("batch", None),
+    "lengths": ("batch", None),
     "dense": ("batch", "heads", None, None),
     "words": (None,),
     "batch_index": ("batch",),

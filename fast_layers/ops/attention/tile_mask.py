@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
 from fast_layers.kernel_parts.smem_tile import each_chunk, swizzled_columns
+from fast_layers.ops.attention.masks import ExampleBand
 from fast_layers.ops.attention.problem import Problem
 from fast_layers.ops.attention.tile_logits import TileLogits
 
@@ -62,7 +63,8 @@ class Rows(NamedTuple):
 
 
 class TileMask:
-    """`refs` are a `RowMask`'s arrays in the GPU's memory, None for a static band; a dense mask comes with `logits`."""
+    """`refs` are arrays in the GPU's memory: a `RowMask`'s, or in a forward an `ExampleBand`'s; None for a static band.
+    A dense mask comes with `logits`."""
 
     layout: Any = WGMMA
     """Of scores in registers."""
@@ -93,7 +95,12 @@ class TileMask:
     def key_span(self, example: Any, q_index: Any) -> Span:
         """The key tiles of a query tile; at least one, so that a loop over them has a first."""
         size, keys, tile = self.q_tile, self.problem.kv_len, self.kv_tile
-        if self.refs is not None:
+        if isinstance(self.refs, ExampleBand):
+            # No later row's interval begins or ends before an earlier one's.
+            q_start = q_index * size
+            first, full_last = self._interval(example, q_start)
+            full_first, last = self._interval(example, jnp.minimum(q_start + size, self.problem.q_len) - 1)
+        elif self.refs is not None:
             tiles = self.refs.tiles.at[self._shared(self.refs.tiles, example), q_index]
             first, last, full_first, full_last = (tiles[i] for i in range(4))
         else:
@@ -160,6 +167,11 @@ class TileMask:
         """Loads the rows' part of the mask, if it has one."""
         if self.refs is None:
             return None
+        if isinstance(self.refs, ExampleBand):
+            row = q_start + plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=self.layout.reduce(1 - q_axis))
+            # None is negative, so this changes none; but of numbers alone JAX would look for layouts for minutes.
+            start, stop = (jnp.maximum(x, -row) for x in self._interval(example, row))
+            return Rows(start, stop, None)
         load = functools.partial(self._load, example=example, start=q_start, size=size, axis=q_axis)
         refs = self.refs
         if refs.query_segments is None:
@@ -266,6 +278,11 @@ class TileMask:
         if self.cuts_keys:
             conditions.append(key < end)
         return conditions
+
+    def _interval(self, example: Any, row: Any) -> tuple[Any, Any]:
+        refs = self.refs
+        numbers = (None if x is None else x[self._shared(x, example), 0] for x in (refs.offset, refs.lengths))
+        return refs.interval(*numbers, row, self.problem.kv_len)
 
     def _load(self, ref: Any, example: Any, start: Any, size: int, axis: int) -> Any:
         rows = ref.at[self._shared(ref, example), pl.ds(start, size)]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import re
 from typing import Any
 
 import hypothesis
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from fast_layers.kernel_parts.kv_range import KvRange
-from fast_layers.ops.attention import api
+from fast_layers.ops.attention import api, forward_parts, packed_heads
+from fast_layers.ops.attention import masks as M
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.kernel_operands import RowMask
 from fast_layers.ops.attention.tile_mask import TileMask
 
@@ -191,6 +197,82 @@ def test_documents_in_one_piece_are_intervals():
             mask = RowMask.of(*_call(16, 16, segment_ids=ids, is_causal=causal)[:2], Q_TILE, KV_TILE)
             assert mask is not None
             np.testing.assert_array_equal(mask.tiles[..., 4], [wanted])
+
+
+@st.composite
+def numbers(draw):
+    """Masks of a number or two of each example, or of all."""
+
+    def of_examples(low, high):
+        one = st.integers(low, high)
+        return jnp.array(draw(st.one_of(one, st.lists(one, min_size=BATCH, max_size=BATCH))), jnp.int32)
+
+    lengths = draw(st.booleans())
+    options: dict[str, Any] = {"key_value_seq_lengths": of_examples(-1, 18)} if lengths else {}
+    if not lengths or draw(st.booleans()):
+        options |= {"is_causal": draw(st.booleans()), "q_offset": of_examples(-9, 18)}
+        if not options["is_causal"] or draw(st.booleans()):
+            options["local_window_size"] = draw(st.sampled_from([(2, 1), (None, 3), (0, None), (7, 9)]))
+    return _call(*draw(LENGTHS), **options)
+
+
+@hypothesis.given(numbers(), st.sampled_from([1, 2, 3]))
+def test_numbers_of_each_example_say_what_the_mask_says(call, group):
+    """Of each row, and of tiles of rows, `group` heads of each query."""
+    problem, form, visible = call
+    problem = dataclasses.replace(problem, heads=group)
+    packed = packed_heads.pack_mask(problem, form)
+    numbers, problem = packed.intervals_by_example, packed_heads.pack_problem(problem, packed)
+    assert numbers is not None
+    refs = jax.tree.map(_Ref, numbers)
+    mask = TileMask(problem, Q_TILE, KV_TILE, refs)
+    key, visible = np.arange(problem.kv_len), np.repeat(visible, group, axis=1)
+    for example in range(BATCH):
+        for i in range(-(-problem.q_len // Q_TILE)):
+            rows = visible[example, i * Q_TILE : (i + 1) * Q_TILE]
+            intervals = [mask._interval(example, jnp.int32(i * Q_TILE + r)) for r in range(len(rows))]
+            np.testing.assert_array_equal([(key >= first) & (key < last) for first, last in intervals], rows)
+            span = mask.key_span(example, jnp.int32(i))
+            for j in range(-(-problem.kv_len // KV_TILE)):
+                tile = rows[:, j * KV_TILE : (j + 1) * KV_TILE]
+                visited = span.first <= j < span.last
+                assert visited or not tile.any()
+                assert not visited or span.ragged(j) or (tile.shape[1] == KV_TILE and tile.all())
+
+
+def test_masks_that_take_arrays_of_rows():
+    one, other = jnp.array([2, 3]), jnp.array([1, 4])
+    moved = M.Offset(M.Causal(), one)
+    for mask in (
+        M.Prefix(one),
+        M.QueryLengths(one),
+        M.Segments(np.zeros(5, np.int32), np.zeros(13, np.int32)) & moved,
+        moved & M.Offset(M.Causal(), other),
+        moved & M.Causal(),
+        moved & M.QueryLengths(other),
+    ):
+        problem, form, _ = _call(5, 13, mask=mask)
+        assert form.intervals_by_example is None
+        assert packed_heads.pack_mask(problem, form).by_example is None
+
+
+@pytest.mark.parametrize("numbers", [jnp.int32(5), jnp.array([5, 9], jnp.int32)])
+def test_few_rows_get_the_very_numbers(numbers):
+    """XLA makes nothing of them, which would take a kernel; more rows than one tile have intervals of their own."""
+    tiles = HopperForwardTiles(1, 64)
+    for make in (M.KeyLengths, functools.partial(M.Offset, M.Causal() & M.LocalWindow(4))):
+
+        def operand(numbers, q_len=5, make=make):
+            q, kv = (np.zeros((BATCH, length, 1, 1), np.float32) for length in (q_len, 70))
+            inputs, aux, given, _ = api._prepare(q, kv, kv, mask=make(numbers))
+            return forward_parts._mask_operand(given.problem(inputs, aux), aux.mask, tiles)
+
+        assert isinstance(operand(numbers, q_len=65), RowMask)
+        assert isinstance(operand(numbers), M.ExampleBand)
+        compiled = jax.jit(lambda numbers: jax.tree.leaves(operand(numbers))).lower(numbers).compile().as_text()
+        made = re.findall(r"^  (?:ROOT )?%\S+ = \S+ ([\w-]+)\(", compiled, re.MULTILINE)
+        assert made, compiled
+        assert set(made) <= {"parameter", "bitcast", "copy", "tuple"}
 
 
 @hypothesis.given(arrays(segments=False))
