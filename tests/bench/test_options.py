@@ -34,6 +34,8 @@ WRONG = {
     "mlp --widths 3": "error: --widths 3: no case has so many",
     "decode --capacity 1000": "--capacity 1000: take at least 1024",
     "decode --repeats 0": "--repeats 0: take at least 1",
+    "decode --batch 1 0": "--batch 1 0: take at least 1",
+    "decode --kv-heads 3": "--heads 8 --kv-heads 3: heads must be a multiple of key heads",
     "host_cost --depths 64 0": "--depths 64 0: take at least 1",
     "host_cost --depths 4096": "--depths 4096: take at most 2048",
     "host_cost --lengths 0": "--lengths 0: take at least 1",

@@ -488,6 +488,40 @@ def test_logits_that_grow_by_more_than_a_float_holds(backend, name, depth, shift
         assert_close(*arrays, name=which)
 
 
+FILLED = np.array([350, 1, 0, 512, 130, 64], np.int32)
+DECODING = {
+    "lengths": {"key_value_seq_lengths": FILLED},
+    "offsets": {"is_causal": True, "q_offset": FILLED - 1},
+    "one offset": {"is_causal": True, "q_offset": jnp.int32(255)},
+    "window": {"is_causal": True, "q_offset": FILLED, "local_window_size": (99, 0)},
+    "window, lengths": {"q_offset": FILLED, "local_window_size": (200, 3), "key_value_seq_lengths": FILLED + 3},
+    "known before": {"is_causal": True, "q_offset": "bottom_right"},
+    "sinks": {"key_value_seq_lengths": FILLED, "sinks": np.linspace(-2, 2, 28, dtype=np.float32)},
+}
+
+
+# Of 6 examples the keys are split over blocks; of 48 each row's stay together.
+@pytest.mark.parametrize(("batch", "depth"), [(6, 128), (6, 192), (48, 64), (48, 128)])
+@pytest.mark.parametrize(("queries", "kv_heads"), [(1, 4), (3, 4), (16, 4), (1, 28), (16, 28)])
+@pytest.mark.parametrize("name", DECODING)
+@pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cudnn"])
+def test_decoding_from_a_cache(backend, name, queries, kv_heads, depth, batch):
+    """How far it is filled is known in the call alone; NaN stands behind."""
+    rng = np.random.default_rng(0)
+    shapes = (batch, queries, 28, depth), (batch, 512, kv_heads, depth), (batch, 512, kv_heads, depth)
+    query, key, value = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    options = {of: np.tile(x, batch // 6) if np.shape(x) == (6,) else x for of, x in DECODING[name].items()}
+    offset, length = options.get("q_offset", 512), options.get("key_value_seq_lengths", 512)
+    if not isinstance(offset, str):
+        last = np.broadcast_to(np.minimum(offset + queries + 3, length), batch)
+        behind = (np.arange(512) >= last[:, None])[..., None, None]
+        key, value = (jnp.where(behind, jnp.asarray(np.nan, x.dtype), x) for x in (key, value))
+    options["return_residual"] = True
+    _refused(backend, query, key, value, **options)
+    for which, *arrays in zip(("out", "lse"), *_compared(backend, [query, key, value], options), strict=True):
+        assert_close(*arrays, name=which)
+
+
 @pytest.mark.parametrize("softcap", [20.0, 50.0])
 @pytest.mark.parametrize("depth", [64, 128, 256])
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cudnn"])

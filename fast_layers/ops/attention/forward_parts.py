@@ -56,13 +56,13 @@ def attend(
     rows: int,
     choose: Callable[[Problem], Any],
     launch: Callable[[Any, int, Problem, Operands], tuple[Array, ...]],
-    packs_in_kernel: Callable[[Any, Problem], bool] = lambda tiles, problem: False,
+    takes_loose_queries: Callable[[Any, Problem], bool] = lambda tiles, problem: False,
 ) -> tuple[Array, ...]:
     """(out, lse, what else it gives) by `launch(tiles, group, problem, operands)`, which multiplies `rows` queries at
     once.
 
     `choose(problem)` gives the tiles. Both get the problem that the kernel sees, with heads packed into rows or not.
-    So does `packs_in_kernel(tiles, problem)`: whether the kernel finds each group's heads in [B, T, N, H] by itself.
+    So does `takes_loose_queries(tiles, problem)`: whether the kernel finds its rows in [B, T, N, H] by itself.
     """
     p, query, form, sinks = problem, inputs.query, aux.mask, inputs.sinks
     packs = packs_heads(p, rows)
@@ -72,8 +72,10 @@ def attend(
     tiles = choose(p)
     qk_dim, v_dim = padded_depth(p.qk_dim), padded_depth(p.v_dim)
     # In shared memory a query's heads stand right behind those of the one before, where a copy may have to begin.
-    lines_up = problem.q_len == 1 or problem.group * qk_dim * problem.dtype.itemsize % SMEM_LINE == 0
-    if packs and p.q_len <= rows and lines_up and packs_in_kernel(tiles, p):
+    group = problem.group if packs else 1
+    lines_up = problem.q_len == 1 or group * qk_dim * problem.dtype.itemsize % SMEM_LINE == 0
+    few = p.q_len <= rows and problem.q_len <= _MOST_LOOSE_QUERIES
+    if few and lines_up and takes_loose_queries(tiles, p):
         query = pad_axis(query, qk_dim, 3)
     else:
         query = pad_for_tma(packed_heads.pack(query, p.kv_heads) if packs else query, rows, qk_dim)
@@ -85,7 +87,6 @@ def attend(
         _mask_operand(p, form, tiles),
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile),
     )
-    group = problem.group if packs else 1
     out, lse, *others = over_batch(functools.partial(launch, tiles, group), SHARED)(p, operands)
     out = out[..., : problem.v_dim]
     if sinks is not None and tiles.splits > 1:
@@ -106,6 +107,8 @@ def _sinks_by_row(sinks: Float[Array, " N"], p: Problem, q_tile: int) -> Float[A
     return sinks if group == 1 else pad_axis(jnp.tile(sinks, (1, 1, p.q_len // group)), round_up(p.q_len, q_tile), 2)
 
 
+_MOST_LOOSE_QUERIES = 32
+"""Each is a copy by itself."""
 # Of what a piece of work takes besides its tiles of keys, in the time of one.
 _PIECE_COST = 0.7
 
@@ -136,8 +139,8 @@ class Work:
     """So many pieces at least has each block of each group of heads."""
     backwards: bool = False
     """Whether a piece's tiles of keys are taken from the last on."""
-    loose_group: int = 1
-    """Of query heads that a kernel's rows are and that it finds by itself in [B, T, N, H], as `attend` leaves it."""
+    loose_group: int = 0
+    """So many heads of each query are a kernel's rows, which it finds by itself in [B, T, N, H]; 0 if it does not."""
 
     @property
     def q_tiles(self) -> int:
@@ -146,7 +149,7 @@ class Work:
     @property
     def out_is_loose(self) -> bool:
         """Whether out goes to [B, T, N, V] at once, from the slot of such queries."""
-        return self.loose_group > 1 and self.tiles.splits == 1 and self.qk_dim == self.v_dim
+        return self.loose_group > 0 and self.tiles.splits == 1 and self.qk_dim == self.v_dim
 
     def each_loose(self, array: Any, slot: Any, piece: Piece) -> list[tuple[Any, Any]]:
         """For each query its group's heads, in the GPU's memory and in `slot`."""
@@ -339,7 +342,7 @@ def load_query(work: Work, inputs: Any, s: Any, piece: Piece, turn: Any) -> None
         def _wait(slot=slot):
             plgpu.barrier_wait(s.q_consumed.at[slot])
 
-        if work.loose_group > 1:
+        if work.loose_group:
             for query, rows in work.each_loose(inputs.query, s.loose_query, piece):
                 plgpu.copy_gmem_to_smem(query, rows, s.q_ready.at[slot])
             continue

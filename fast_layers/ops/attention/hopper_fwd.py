@@ -94,7 +94,7 @@ def measures(problem: Problem) -> bool:
 
 
 def _attend(problem: Problem, inputs: Inputs, aux: Aux, choose: Any, launch: Any):
-    return forward_parts.attend(problem, inputs, aux, ROWS, choose, launch, HopperForwardTiles.packs_in_kernel)
+    return forward_parts.attend(problem, inputs, aux, ROWS, choose, launch, HopperForwardTiles.takes_loose_queries)
 
 
 def _tiles(tiles: HopperForwardTiles | None, p: Problem) -> HopperForwardTiles:
@@ -113,7 +113,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
     rounds = _LEAST_ROUNDS if dealt_in_the_call(p) and not p.mask.lengths_only else 0
     backwards, held, split = tiles.last_keys_first, tiles.held_columns, tiles.keys_before_wait
     by_values = tiles.out_by_values
-    loose_group = group if operands.query.shape[2] > p.heads else 1
+    # Queries that are no tile are as the call has them.
+    loose_group = group if operands.query.shape[1] < ROWS else 0
     work = Work(p, tiles, ROWS, qk_dim, v_dim, tiles.cluster, rounds, backwards, loose_group)
     # Who between them visit all tiles of keys that a block loads, or all of its rows.
     lookers = wgs if tiles.own_spans or tiles.first_maximum else 1
@@ -459,7 +460,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         rows = pl.ds(piece.q_index * tiles.q_tile + warpgroup * ROWS, ROWS)
         see_nothing(s.row_slots.at[warpgroup], lse_ref, piece, rows, BY_ROW)
 
-    q_copies = operands.query.shape[1] if loose_group > 1 else 1
+    q_copies = operands.query.shape[1] if loose_group else 1
     shares_slot = qk_dim == v_dim and work.out_dtype == p.dtype  # out leaves through Q's slot
     consumed: Any = functools.partial(plgpu.Barrier, num_arrivals=wgs)
     cluster_options: dict[str, Any] = {}
@@ -471,7 +472,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "k_slots": smem_tile(ring, kv_tile, qk_dim, dtype=p.dtype),
         "v_slots": smem_tile(v_ring, kv_tile, v_dim, dtype=p.dtype),
         **({} if shares_slot or by_values else {"out_slots": smem_tile(wgs, ROWS, v_dim, dtype=work.out_dtype)}),
-        **({"loose_query": plgpu.SMEM((ROWS, qk_dim), p.dtype)} if loose_group > 1 else {}),
+        **({"loose_query": plgpu.SMEM((ROWS, qk_dim), p.dtype)} if loose_group else {}),
         "row_slots": plgpu.SMEM((wgs + lookers, ROWS), jnp.float32),
         "q_ready": plgpu.Barrier(num_arrivals=q_copies, num_barriers=tiles.q_slots * wgs),
         "q_consumed": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),

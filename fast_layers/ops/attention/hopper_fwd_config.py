@@ -174,7 +174,7 @@ class HopperForwardTiles:
     def _fits(self, p: Problem) -> bool:
         return self.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES
 
-    def packs_in_kernel(self, problem: Problem) -> bool:
+    def takes_loose_queries(self, problem: Problem) -> bool:
         """Whether there is room for a slot through which queries come as they lie in memory."""
         qk_dim = padded_depth(problem.qk_dim, TMA_COLUMNS)
         if self.compute_wgs > 1 or self.q_slots > 1 or self.blocks:
