@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from selection import some_each_run
 
+import fast_layers
 from fast_layers import masks as M
 from fast_layers.ops.attention import api, hopper_fwd, hopper_fwd_again, packed_heads, reference, split_kv
 from fast_layers.ops.attention.config import packs_heads
 from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
+from fast_layers.ops.attention.masks import MaskForm
+from fast_layers.ops.attention.problem import Aux
 from fast_layers.testing import simulate
 from simulator.attention import StandIn, changed, patched
 from simulator.found import tells
@@ -144,6 +147,24 @@ def test_under_vmap():
     whole, whole_lse = simulate(lambda inputs: hopper_fwd.attend(problem, inputs, aux, tiles), inputs).check()
     np.testing.assert_array_equal(np.asarray(out[:, 0], np.float32), np.asarray(whole, np.float32))
     np.testing.assert_array_equal(lse[:, 0], whole_lse)
+
+
+def test_offsets_under_vmap():
+    """Of each call its own, or one for all."""
+    problem, inputs, _ = Case(q_len=2, kv_len=256, batch=2).prepare()
+    operands = inputs.query, inputs.key, inputs.value
+    tiles = split_tiles(problem, Aux(MaskForm()), 2)
+
+    def attend(q_offset, *operands):
+        inputs, aux, options, _ = api._prepare(*(x[None] for x in operands), is_causal=True, q_offset=q_offset)
+        return hopper_fwd.attend(options.problem(inputs, aux), inputs, aux, tiles)[0][0]
+
+    for offsets, mapped in ((lengths(100, 7), 0), (jnp.int32(70), None)):
+        out = simulate(jax.vmap(attend, in_axes=(mapped, 0, 0, 0)), offsets, *operands).check()
+        exact = (x.astype(jnp.float32) for x in operands)
+        options = {"is_causal": True, "q_offset": offsets, "implementation": "reference"}
+        wanted = fast_layers.dot_product_attention(*exact, **options)
+        np.testing.assert_allclose(np.asarray(out, np.float32), wanted, atol=2**-8 * float(jnp.abs(wanted).max()))
 
 
 def test_what_a_broken_key_breaks():

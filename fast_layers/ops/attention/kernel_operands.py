@@ -2,9 +2,10 @@
 
 Axis letters: B batch, T queries, S keys, N query heads, H query/key depth; I tiles of queries.
 
-A mask reaches a kernel in one of two forms. A static band is arithmetic on row numbers. Everything else is a pair of
-arrays, each row's key interval, and per tile of rows the keys that some row sees (`hull`) and those that all rows see
-(`full`). A tile of keys outside `hull` is never loaded; one inside `full` needs no mask arithmetic.
+A mask reaches a kernel in one of three forms. A static band is arithmetic on row numbers. So is a band that begins or
+ends at a number of each example (`masks.ExampleBand`), which forwards of a single tile of rows take. Everything else is
+a pair of arrays, each row's key interval, and per tile of rows the keys that some row sees (`hull`) and those that all
+rows see (`full`). A tile of keys outside `hull` is never loaded; one inside `full` needs no mask arithmetic.
 """
 
 from __future__ import annotations
