@@ -53,3 +53,13 @@ def attention_per_score(
     with fast_layers.use_backends(reproducible=reproducible):
         out, pull = jax.vjp(attend, query, key, value, bias)
         return out, pull(d_out)
+
+
+def decode(query: jax.Array, key: jax.Array, value: jax.Array, filled: jax.Array, *, by: str, implementation: str):
+    """Against a cache, of which it is known in the call alone how far it is filled."""
+    told: dict = {"key_value_seq_lengths": filled}
+    if by != "lengths":
+        told = {"q_offset": filled, "is_causal": True}
+    if by == "window":
+        told["local_window_size"] = (1023, 0)
+    return fast_layers.dot_product_attention(query, key, value, implementation=implementation, **told)

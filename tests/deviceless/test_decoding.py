@@ -1,0 +1,48 @@
+"""A step of decoding for H200 and B200: kernels that take the numbers of each example, their registers and spills."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from deviceless import attention_functions
+from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES
+from fast_layers.testing import Compilation, compile_all_for
+from fast_layers.testing.deviceless import missing_wheels
+
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif(bool(missing_wheels()) and not os.environ.get("CI"), reason=missing_wheels() or ""),
+]
+
+# Batch, queries, heads, key heads, depth.
+SPLIT, WHOLE, NO_GROUPS, WIDE = (1, 1, 32, 8, 128), (32, 1, 32, 8, 128), (8, 4, 28, 28, 64), (2, 16, 28, 4, 128)
+# Of numbers that no row's place comes into, JAX 0.12 looked for layouts for more than five minutes.
+CASES = [(SPLIT, "offset"), (SPLIT, "lengths"), (WHOLE, "lengths"), (NO_GROUPS, "window"), (WIDE, "offset")]
+MOST_SECONDS = 90.0
+"""6 to 10 on an idle machine."""
+
+
+@pytest.mark.parametrize(("gpu", "backend"), [("h200", "hopper"), ("b200", "blackwell")])
+def test_steps_compile_well(gpu, backend):
+    jobs = []
+    for (batch, queries, heads, kv_heads, depth), by in CASES:
+        shapes = (batch, queries, heads, depth), *[(batch, 4096, kv_heads, depth)] * 2
+        filled = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        operands = *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes), filled
+        static = {"by": by, "implementation": backend}
+        jobs.append(Compilation(attention_functions.decode, operands, static))
+    for case, report in zip(CASES, compile_all_for(gpu, jobs), strict=True):
+        assert report.failure is None, f"{case}: {report.failure}"
+        assert report.seconds < MOST_SECONDS, case
+        kernels = {kernel.name for kernel in report.kernels}
+        splits = {"combine_parts"} if case[0] in (SPLIT, WIDE) else set()
+        assert kernels == {"attention_forward"} | splits, case
+        for kernel in report.kernels:
+            assert not kernel.serialised_wgmma, (case, kernel)
+            assert not kernel.spill_store_bytes, (case, kernel)
+            assert kernel.smem_bytes is not None, (case, kernel)
+            assert kernel.smem_bytes <= HOPPER_SMEM_BYTES, (case, kernel)
