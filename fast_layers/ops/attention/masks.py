@@ -345,7 +345,7 @@ class LocalWindow(Mask):
             return MaskForm(band=None if low is None and high is None else Band(low, high))
         rows, q_offset = jnp.arange(q_len, dtype=jnp.int32)[None], jnp.asarray(q_offset, jnp.int32)
         low, high = (None if self.left is None else -self.left), self.right
-        if low is high is None:
+        if low is None and high is None:
             return MaskForm()
         return MaskForm(
             start=None if low is None else rows + add_offsets(q_offset, low, FAR),
