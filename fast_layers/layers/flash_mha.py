@@ -65,7 +65,8 @@ class FlashMHA(nnx.MultiHeadAttention):
     A given `attention_fn` is called as Flax would, and then no argument beyond Flax's is taken (ValueError).
 
     Decoding. `init_cache((*B, L, F), dtype)` makes room for L tokens; give it the layer's own `dtype`, or the
-    cache is converted in each step. A call with `decode=True` takes a chunk [B.., T, F] of any length T, so a
+    cache is converted in each step, and for a GPU's kernels an L that is a multiple of 8, 128 at least, or they
+    copy it in each step. A call with `decode=True` takes a chunk [B.., T, F] of any length T, so a
     prompt can be fed at once, stores its keys, and attends causally to all that is stored. A chunk that does
     not fit raises ValueError; inside jit, where that cannot be known, its outputs and all later ones are NaN.
 
