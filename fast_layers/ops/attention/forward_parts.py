@@ -71,8 +71,8 @@ def attend(
         p = packed_heads.pack_problem(p, form)
     tiles = choose(p)
     qk_dim, v_dim = padded_depth(p.qk_dim), padded_depth(p.v_dim)
-    # In shared memory a query's heads stand right behind those of the one before, where a copy may have to begin.
     group = problem.group if packs else 1
+    # In shared memory a query's heads stand right behind those of the one before, where a copy may have to begin.
     lines_up = problem.q_len == 1 or group * qk_dim * problem.dtype.itemsize % SMEM_LINE == 0
     few = p.q_len <= rows and problem.q_len <= _MOST_LOOSE_QUERIES
     if few and lines_up and takes_loose_queries(tiles, p):
