@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.inline import THREADS, divided, simulate_by, thread, times
@@ -89,6 +89,19 @@ def from_fragments(stored: Array) -> Array:
     """The inverse."""
     parts = stored.reshape(-1, 2, 4, 8, 4, 2, 2)
     return parts.transpose(2, 1, 3, 0, 5, 4, 6).reshape(ROWS, -1)
+
+
+def store_turned(slot: Any, tile: Float[Array, "R C"]) -> None:
+    """In a kernel, by a warpgroup: a tile to [C, R] in shared memory, in plain rows, any of which may then be copied.
+
+    Number by number, for small tiles.
+    """
+
+    def store(_, ref, array):
+        array.foreach(lambda x, at: memref.store(x, ref, [at[1], at[0]]))
+
+    simulate_by(store, lambda x: x.T)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))(store)(slot, tile)
 
 
 def store_factor(tile: Any, x: Array) -> None:

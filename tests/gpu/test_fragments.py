@@ -48,3 +48,11 @@ def test_loaded(columns, dtype):
 def test_factor(dtype):
     tile = _tile(64, dtype)
     np.testing.assert_array_equal(jax.jit(fragments.factor)(tile), tile)
+
+
+@pytest.mark.parametrize("rows", [64, 192])
+@pytest.mark.parametrize("columns", [8, 16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_turned(rows, columns, dtype):
+    tile = jnp.concatenate([_tile(columns, dtype) + at for at in range(0, rows, 64)])
+    np.testing.assert_array_equal(jax.jit(fragments.turned)(tile), tile.T[:-1])

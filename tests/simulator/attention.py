@@ -40,6 +40,7 @@ from fast_layers.ops.attention import (
     hopper_fwd,
     hopper_fwd_again,
     hopper_fwd_out,
+    hopper_one_query,
 )
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import ParityTable, Simulation, check_parity, simulate
@@ -116,6 +117,7 @@ def patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
             (hopper_bwd, "launch"),
             (hopper_bwd_deep, "launch"),
             (hopper_bias_grad, "_launch"),
+            (hopper_one_query, "_launch"),
         ]
         for module, name in (*launches, (hopper_bwd_rows, "row_sums")):
             # Without its jit, which would give back what was traced before.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.kernel_parts.fragments import (
@@ -12,6 +13,7 @@ from fast_layers.kernel_parts.fragments import (
     load_fragments,
     store_factor,
     store_fragments,
+    store_turned,
 )
 from fast_layers.kernel_parts.smem_tile import smem_tile
 
@@ -60,6 +62,21 @@ def factor(x: jax.Array, *, fault: str | None = None) -> jax.Array:
     return _of_one_warpgroup(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), slot=smem_tile(ROWS, ROWS, dtype=x.dtype))(
         x
     )
+
+
+def turned(x: jax.Array, *, fault: str | None = None) -> jax.Array:
+    """x [R, C] by `store_turned`, and TMA of all but the last row of the result."""
+
+    def kernel(x, to, slot):
+        store_turned(slot, plgpu.load(x, layout=WGMMA, optimized=False))
+        if fault != "not committed":
+            plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slot.at[pl.ds(0, columns - 1)], to)
+        plgpu.wait_smem_to_gmem(0)
+
+    rows, columns = x.shape
+    result = jax.ShapeDtypeStruct((columns - 1, rows), x.dtype)
+    return _of_one_warpgroup(kernel, result, slot=plgpu.SMEM((columns, rows), x.dtype))(x)
 
 
 def _of_one_warpgroup(kernel, result, **scratch):

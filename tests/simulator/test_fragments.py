@@ -47,7 +47,19 @@ def test_factor():
     np.testing.assert_array_equal(simulate(fragments.factor, tile).check(), tile)
 
 
-@pytest.mark.parametrize(("kernel", "tile"), [(fragments.stored, _tile()), (fragments.factor, _tile(64, jnp.bfloat16))])
+def test_turned():
+    tile = _tile(8, jnp.bfloat16)
+    np.testing.assert_array_equal(simulate(fragments.turned, tile).check(), tile.T[:-1])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tile"),
+    [
+        (fragments.stored, _tile()),
+        (fragments.factor, _tile(64, jnp.bfloat16)),
+        (fragments.turned, _tile(8)),
+    ],
+)
 def test_what_is_not_committed_is_found(kernel, tile):
     sim = simulate(functools.partial(kernel, fault="not committed"), tile)
     assert sim.faulty

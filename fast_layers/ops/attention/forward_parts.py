@@ -83,8 +83,8 @@ def attend(
         query,
         pad_for_tma(inputs.key, tiles.kv_tile, qk_dim),
         pad_for_tma(inputs.value, tiles.kv_tile, v_dim),
-        None if sinks is None or tiles.splits > 1 else _sinks_by_row(sinks, p, tiles.q_tile),
-        _mask_operand(p, form, tiles),
+        None if sinks is None or tiles.splits > 1 else sinks_by_row(sinks, p, tiles.q_tile),
+        mask_operand(p, form, tiles),
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile),
     )
     out, lse, *others = over_batch(functools.partial(launch, tiles, group), SHARED)(p, operands)
@@ -94,13 +94,13 @@ def attend(
     return out.astype(problem.dtype), lse, *others
 
 
-def _mask_operand(p: Problem, form: MaskForm, tiles: Any) -> RowMask | ExampleBand | None:
+def mask_operand(p: Problem, form: MaskForm, tiles: Any) -> RowMask | ExampleBand | None:
     """Of few rows the numbers of each example, if these say all: arrays of rows take XLA longer than a kernel saves."""
     by_example = form.intervals_by_example if form.has_interval_arrays and p.q_len <= tiles.q_tile else None
     return by_example or RowMask.of(p, form, tiles.q_tile, tiles.kv_tile)
 
 
-def _sinks_by_row(sinks: Float[Array, " N"], p: Problem, q_tile: int) -> Float[Array, "1 N T|1"]:
+def sinks_by_row(sinks: Float[Array, " N"], p: Problem, q_tile: int) -> Float[Array, "1 N T|1"]:
     """One per head, or where heads are packed one per row."""
     sinks = sinks.astype(jnp.float32).reshape(1, p.heads, -1)
     group = sinks.shape[2]

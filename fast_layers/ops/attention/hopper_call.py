@@ -24,9 +24,10 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
 
 def forward(problem: Problem, inputs: Inputs, aux: Aux):
     """(out [B, T, N, V], lse [B, N, T]). Pallas is imported here, when a kernel is chosen."""
-    from fast_layers.ops.attention import hopper_fwd
+    from fast_layers.ops.attention import hopper_fwd, hopper_one_query, hopper_one_query_config
 
-    return hopper_fwd.attend(problem, inputs, aux)
+    kernel = hopper_one_query if hopper_one_query_config.takes(problem) else hopper_fwd
+    return kernel.attend(problem, inputs, aux)
 
 
 def saves(problem: Problem) -> bool:
@@ -43,7 +44,7 @@ def forward_saving(problem: Problem, inputs: Inputs, aux: Aux):
     if hopper_fwd.measures(problem):
         out, lse, sizes = hopper_fwd.attend_measuring(problem, inputs, aux)
         return (out, lse), sizes
-    return hopper_fwd.attend(problem, inputs, aux), hopper_fwd_sizes.by_xla(inputs)
+    return forward(problem, inputs, aux), hopper_fwd_sizes.by_xla(inputs)
 
 
 def backward(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Array) -> Inputs:

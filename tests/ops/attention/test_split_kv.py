@@ -13,6 +13,7 @@ from fast_layers import masks as M
 from fast_layers.ops.attention import packed_heads, split_kv
 from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS, num_splits, packs_heads
 from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
+from fast_layers.ops.attention.hopper_one_query_config import HopperOneQueryTiles, takes
 from fast_layers.ops.attention.problem import MaskFacts, Problem
 from fast_layers.ops.attention.tile_mask import Span
 
@@ -55,6 +56,72 @@ def test_chosen_tiles_fit_in_shared_memory(depths, batch, q_len):
     assert tiles.smem_bytes(*depths) <= HOPPER_SMEM_BYTES
     if q_len <= 64:
         assert tiles.compute_wgs == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        pytest.param({}, True, id="a step of decoding"),
+        pytest.param({"kv_heads": 32}, True, id="no group"),
+        pytest.param({"kv_heads": 2}, True, id="16 heads of a key head"),
+        pytest.param({"kv_heads": 1}, False, id="32 heads of a key head"),
+        pytest.param({"qk_dim": 192}, True, id="depths that differ"),
+        pytest.param({"qk_dim": 96}, False, id="a query depth that is no multiple of 64"),
+        pytest.param({"v_dim": 96}, False, id="a value depth that is no multiple of 64"),
+        pytest.param({"q_len": 2}, False, id="two queries"),
+        pytest.param({"dropout_rate": 0.1}, False, id="dropout"),
+        pytest.param({"bias": (1, 32, 1, 16384)}, False, id="a bias"),
+    ],
+)
+def test_what_the_kernel_of_one_query_takes(changes, taken):
+    assert takes(problem(**changes)) is taken
+
+
+# Heads of each problem are those of keys, its queries the heads of each. Of those measured on an H200 the fastest, or
+# nearly.
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        pytest.param({}, (64, 3, 16), id="one example: an SM for each part"),
+        pytest.param({"kv_len": 512}, (64, 3, 8), id="few keys: a step each"),
+        pytest.param({"batch": 5, "kv_len": 4096}, (64, 3, 3), id="five examples"),
+        pytest.param({"batch": 9, "kv_len": 4096}, (64, 3, 3), id="more than half of the SMs: two on each"),
+        pytest.param({"batch": 11, "kv_len": 1024}, (64, 3, 1), id="not for few keys"),
+        pytest.param({"batch": 16, "kv_len": 2048}, (64, 3, 1), id="nearly full"),
+        pytest.param({"batch": 20, "kv_len": 1024}, (64, 3, 1), id="a bad last round of few keys"),
+        pytest.param({"batch": 22, "kv_len": 4096}, (64, 3, 2), id="a bad last round"),
+        pytest.param({"batch": 128, "kv_len": 2048}, (64, 3, 1), id="many rounds"),
+        pytest.param({"heads": 1, "kv_len": 65536}, (64, 3, 64), id="one head"),
+        pytest.param({"qk_dim": 64, "v_dim": 64}, (128, 3, 16), id="depth 64: steps of as many bytes"),
+        pytest.param({"qk_dim": 256, "v_dim": 256, "heads": 4}, (64, 2, 32), id="depth 256"),
+    ],
+)
+def test_tiles_of_one_query(changes, wanted):
+    tiles = HopperOneQueryTiles.of(problem(**{"heads": 8, "q_len": 8, **changes}))
+    assert (tiles.kv_tile, tiles.stages, tiles.splits) == wanted
+
+
+@pytest.mark.parametrize("depths", [(64, 64), (64, 256), (192, 128), (256, 256)])
+@pytest.mark.parametrize("columns", [8, 16])
+@pytest.mark.parametrize("batch", [1, 128])
+def test_tiles_of_one_query_fit_in_shared_memory(depths, columns, batch):
+    tiles = HopperOneQueryTiles.of(problem(batch=batch, q_len=columns, qk_dim=depths[0], v_dim=depths[1]))
+    assert tiles.smem_bytes(*depths) <= HOPPER_SMEM_BYTES
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"columns": 12}, "columns"),
+        ({"columns": 32}, "columns"),
+        ({"kv_tile": 96}, "kv_tile"),
+        ({"stages": 0}, "stages"),
+        ({"splits": 0}, "splits"),
+    ],
+)
+def test_impossible_tiles_of_one_query(changes, named):
+    with pytest.raises(ValueError, match=named):
+        HopperOneQueryTiles(**{"columns": 8, **changes})
 
 
 @pytest.mark.parametrize(("depth", "stages"), [(16, 8), (64, 3), (128, 3)])

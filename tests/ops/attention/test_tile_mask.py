@@ -265,7 +265,7 @@ def test_few_rows_get_the_very_numbers(numbers):
         def operand(numbers, q_len=5, make=make):
             q, kv = (np.zeros((BATCH, length, 1, 1), np.float32) for length in (q_len, 70))
             inputs, aux, given, _ = api._prepare(q, kv, kv, mask=make(numbers))
-            return forward_parts._mask_operand(given.problem(inputs, aux), aux.mask, tiles)
+            return forward_parts.mask_operand(given.problem(inputs, aux), aux.mask, tiles)
 
         assert isinstance(operand(numbers, q_len=65), RowMask)
         assert isinstance(operand(numbers), M.ExampleBand)

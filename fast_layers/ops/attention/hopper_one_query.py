@@ -1,0 +1,262 @@
+"""Attention's forward of one query for Hopper (sm_90a): a decoding step, whose time is that of loading the keys.
+
+Axis letters: B batch, S keys, N query heads, K key/value heads, G query heads per key/value head, C columns, H
+query/key depth, V value depth.
+
+wgmma's own 64 rows are keys, and values' columns: both products are computed turned, with the heads that share a
+key/value head as their columns, in eights. Little is computed, exponentiated, held or sent for queries that are not
+there, so that several blocks share an SM, of one warpgroup each, and hide one another's latencies.
+
+    Q, and all slots of K and V  -> q_ready, k_ready, v_ready
+    step(j):  scores = K(j) Q^T                      needs k_ready(j)
+              K, V of the step `stages` - 1 later    into the slot that all have left (consumed)
+              P = a softmax step on scores           to shared memory
+              out = out * rescale + V(j)^T P^T       needs v_ready(j)
+
+A block takes the tiles of keys that the heads of one key/value head see, or with `splits` a part of them (out is
+float32 then, and `split_kv` puts the parts together), from the last on: where a mask hides keys, that is mostly in the
+last. Where one does, broken values are looked for, and mended, before the tile is multiplied.
+
+Sources: Dao et al., "Flash-Decoding" (2023); for turned products with few columns see `ops/mlp/hopper_few_rows.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from fast_layers.kernel_parts.fragments import store_turned
+from fast_layers.kernel_parts.online_softmax import OnlineSoftmax
+from fast_layers.kernel_parts.over_batch import over_batch
+from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.ops.attention import packed_heads, split_kv
+from fast_layers.ops.attention.forward_parts import (
+    Operands,
+    Piece,
+    Work,
+    join_sink,
+    keys_and_values,
+    mask_operand,
+    see_nothing,
+    sinks_by_row,
+)
+from fast_layers.ops.attention.hopper_fwd_scores import log2_logits
+from fast_layers.ops.attention.hopper_one_query_config import HopperOneQueryTiles, columns_of
+from fast_layers.ops.attention.kernel_operands import SHARED, pad_axis, pad_for_tma, round_up
+from fast_layers.ops.attention.problem import Aux, Inputs, Problem
+from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
+from fast_layers.ops.attention.tile_mask import WGMMA, TileMask, has_broken_rows, mend_broken_rows
+
+_ROWS = 64
+"""Of one wgmma."""
+_BY_COLUMN = WGMMA.reduce(0)
+_EXCHANGED_BYTES = 1024
+"""By warps, of the maxima of 64 x 8 scores."""
+
+
+def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperOneQueryTiles | None = None):
+    """(out [B, 1, N, V], lse [B, N, 1]), for what `hopper_one_query_config.takes`."""
+    columns = columns_of(problem)
+    wide = dataclasses.replace(problem, heads=problem.kv_heads * columns)
+    form = packed_heads.pack_mask(wide, aux.mask)
+    p = packed_heads.pack_problem(wide, form)
+    tiles = HopperOneQueryTiles.of(p) if tiles is None else tiles
+    sinks = None
+    if inputs.sinks is not None and tiles.splits == 1:
+        by_group = pad_axis(inputs.sinks.reshape(p.heads, -1), columns, 1)
+        sinks = sinks_by_row(by_group.reshape(-1), p, columns)
+    operands = Operands(
+        inputs.query,
+        pad_for_tma(inputs.key, tiles.kv_tile, p.qk_dim),
+        pad_for_tma(inputs.value, tiles.kv_tile, p.v_dim),
+        sinks,
+        mask_operand(p, form, tiles),
+        LogitOperands(None, None, None),
+    )
+    out, lse = over_batch(functools.partial(_launch, tiles, problem.group), SHARED)(p, operands)
+    if inputs.sinks is not None and tiles.splits > 1:
+        out, lse = split_kv.join_sinks(out, lse, inputs.sinks)
+    return out.astype(problem.dtype), lse
+
+
+# Jitted, so that a model of many equal layers traces and lowers the kernel once.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _launch(tiles: HopperOneQueryTiles, group: int, p: Problem, operands: Operands):
+    """(out [B, 1, N, V], lse [B, N, 1]) of `group` heads of each key/value head, of which `p` has one per column."""
+    qk_dim, v_dim = p.qk_dim, p.v_dim
+    columns, kv_tile, stages, splits = tiles.columns, tiles.kv_tile, tiles.stages, tiles.splits
+    work = Work(p, tiles, columns, qk_dim, v_dim, backwards=True)
+    tree = jax.tree.structure(operands)
+
+    def attention_one_query(*refs, **scratch):
+        inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+        out_ref, lse_ref = refs[tree.num_leaves :]
+        s = _Scratch(**scratch)
+        logits = TileLogits(p, inputs.logits)
+        mask = TileMask(p, columns, kv_tile, inputs.mask, logits)
+
+        def without_keys(piece: Piece):
+            see_nothing(s.lse_slot, lse_ref, piece, pl.ds(0, columns), _BY_COLUMN)
+
+        work.each_piece(mask, functools.partial(compute, mask, logits, inputs, s, out_ref, lse_ref), without_keys)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def compute(mask: TileMask, logits: TileLogits, inputs: Any, s: _Scratch, out_ref, lse_ref, piece: Piece, *_):
+        span, rows = piece.span, mask.rows(piece.example, 0, columns, 1)
+
+        def load(i):
+            slot = lax.rem(i, stages)
+            key, value = keys_and_values(work, inputs, piece, work.tile_at(span, i))
+            plgpu.copy_gmem_to_smem(key, s.k_slots.at[slot], s.k_ready.at[slot])
+            plgpu.copy_gmem_to_smem(value, s.v_slots.at[slot], s.v_ready.at[slot])
+
+        def step(i, carry):
+            state, out = carry
+            j, slot = work.tile_at(span, i), lax.rem(i, stages)
+            key, value = s.k_slots.at[slot], s.v_slots.at[slot]
+            plgpu.barrier_wait(s.k_ready.at[slot])
+            plgpu.barrier_wait(s.v_ready.at[slot])
+            if mask.hides_real_keys:
+
+                @pl.when(span.ragged(j))
+                def _mend():
+                    pl.when(has_broken_rows(value))(lambda: mend_broken_rows(key, value))
+                    plgpu.commit_smem()
+
+            def multiply_keys(acc):
+                plgpu.wgmma(acc, key, s.q_slot.T)
+                return acc[...]
+
+            scores = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef((kv_tile, columns), jnp.float32))
+            at = {"example": piece.example, "head": piece.head, "q_start": 0, "k_start": j * kv_tile, "q_axis": 1}
+            scores, to_log2 = log2_logits(p, logits, scores, at)
+            if mask.hides:
+                scores = lax.cond(span.ragged(j), lambda x: mask.hide(x, rows=rows, **at), lambda x: x, scores)
+            state, weights, rescale = state.step(scores, to_log2)
+            s.weight_slot.T[...] = weights.astype(p.dtype)
+            plgpu.commit_smem()
+
+            def multiply_values(acc):
+                plgpu.wgmma(acc, value.T, s.weight_slot.T)
+                return acc[...]
+
+            product = pl.run_scoped(multiply_values, plgpu.WGMMAAccumulatorRef((v_dim, columns), jnp.float32))
+            plgpu.barrier_arrive(s.consumed.at[slot])
+
+            @pl.when(i + stages < span.tiles)
+            def _next():
+                plgpu.barrier_wait(s.consumed.at[slot])
+                load(i + stages)
+
+            return state, out * _by_column(rescale, v_dim) + product
+
+        heads = pl.ds(piece.head * group, group)
+        plgpu.copy_gmem_to_smem(inputs.query.at[piece.example, 0, heads], s.loose_query.at[pl.ds(0, group)], s.q_ready)
+        for i in range(stages):
+            pl.when(i < span.tiles)(lambda i=i: load(i))
+        plgpu.barrier_wait(s.q_ready)
+        # Its rows stand closer than a swizzled tile's, and nobody asks for columns that are not there.
+        s.q_slot.T[...] = plgpu.load(s.loose_query.T, layout=WGMMA, optimized=False)
+        plgpu.commit_smem()
+        nothing = plgpu.layout_cast(jnp.zeros((v_dim, columns), jnp.float32), WGMMA)
+        state, out = lax.fori_loop(0, span.tiles, step, (_ColumnSoftmax.start(columns), nothing))
+        state = state.whole()
+        if inputs.sinks is not None:
+            state, rescale = join_sink(state, inputs.sinks, piece, pl.ds(0, columns), _BY_COLUMN)
+            out = out * _by_column(rescale, v_dim)
+        normaliser, lse = state.finish()
+        store_turned(s.out_slot, (out * _by_column(normaliser, v_dim)).astype(work.out_dtype))
+        s.lse_slot[...] = lse
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(s.lse_slot, lse_ref.at[piece.out_index, piece.head])
+        if splits > 1:
+            to = out_ref.at[piece.out_index, pl.ds(0, group), piece.head, pl.ds(0, v_dim)]
+        else:
+            to = out_ref.at[piece.example, 0, heads]
+        plgpu.copy_smem_to_gmem(s.out_slot.at[pl.ds(0, group)], to)
+
+    out_shape = (p.batch, 1, p.heads * group, v_dim)
+    if splits > 1:
+        out_shape = (p.batch * splits, group, p.heads, round_up(v_dim, split_kv.COLUMNS))
+    out, lse = plgpu.kernel(
+        attention_one_query,
+        out_type=(
+            jax.ShapeDtypeStruct(out_shape, work.out_dtype),
+            jax.ShapeDtypeStruct((p.batch * splits, p.heads, columns), jnp.float32),
+        ),
+        grid=(work.blocks,),
+        grid_names=("block",),
+        scratch_types={
+            "loose_query": plgpu.SMEM((columns, qk_dim), p.dtype),
+            "q_slot": smem_tile(columns, qk_dim, dtype=p.dtype),
+            "k_slots": smem_tile(stages, kv_tile, qk_dim, dtype=p.dtype),
+            "v_slots": smem_tile(stages, kv_tile, v_dim, dtype=p.dtype),
+            "weight_slot": smem_tile(columns, kv_tile, dtype=p.dtype),
+            "out_slot": plgpu.SMEM((columns, v_dim), work.out_dtype),
+            "lse_slot": plgpu.SMEM((columns,), jnp.float32),
+            "q_ready": plgpu.Barrier(),
+            "k_ready": plgpu.Barrier(num_barriers=stages),
+            "v_ready": plgpu.Barrier(num_barriers=stages),
+            "consumed": plgpu.Barrier(num_barriers=stages),
+        },
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_EXCHANGED_BYTES),
+    )(*jax.tree.leaves(operands))
+    if splits > 1:
+        out, lse = (x.reshape(p.batch, splits, *x.shape[1:]) for x in (out, lse))
+        out = split_kv.combine_out(out, lse, group, v_dim, group, jnp.float32 if p.sinks else p.dtype)
+        lse = split_kv.combine_lse(lse)
+    return out, packed_heads.unpack_lse(lse[..., :group], group)
+
+
+class _ColumnSoftmax(NamedTuple):
+    """As `kernel_parts.lane_softmax` of scores that stand as [keys, columns]: a thread sums what it has of a column."""
+
+    max_log2: Float[Array, " C"]
+    sums: Float[Array, "64 C"]
+
+    @classmethod
+    def start(cls, columns: int) -> _ColumnSoftmax:
+        least = jnp.full((columns,), jnp.finfo(jnp.float32).min)
+        sums = plgpu.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), WGMMA)
+        return cls(plgpu.layout_cast(least, _BY_COLUMN), sums)
+
+    def step(self, scores: Float[Array, "S C"], to_log2: float):
+        """(state, weights [S, C], rescale [C])."""
+        most = jnp.maximum(self.max_log2, scores.max(axis=0) * to_log2)
+        weights = jnp.exp2(scores * to_log2 - _by_column(most, scores.shape[0]))
+        rescale = jnp.exp2(self.max_log2 - most)
+        sums = self.sums * _by_column(rescale, _ROWS)
+        for row in range(0, scores.shape[0], _ROWS):
+            sums += weights[row : row + _ROWS]
+        return _ColumnSoftmax(most, sums), weights, rescale
+
+    def whole(self) -> OnlineSoftmax:
+        return OnlineSoftmax(self.max_log2, self.sums.sum(axis=0))
+
+
+def _by_column(x: Float[Array, " C"], rows: int) -> Float[Array, "R C"]:
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
+
+
+class _Scratch(NamedTuple):
+    """What a block holds in shared memory: tiles, and the barriers named after the event that they wait for."""
+
+    loose_query: Any
+    q_slot: Any
+    k_slots: Any
+    v_slots: Any
+    weight_slot: Any
+    out_slot: Any
+    lse_slot: Any
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
+    consumed: Any
