@@ -413,6 +413,7 @@ BROKEN = {
     "causal": ({"is_causal": True}, 300, 48),
     "window": ({"local_window_size": (80, 0)}, 300, 48),
     "causal, few queries": ({"is_causal": True, "q_offset": 1000}, 60, 2),
+    "causal, one query": ({"is_causal": True, "q_offset": 1000}, 1, 2),
     "sinks": ({"is_causal": True, "sinks": np.linspace(-2, 2, 48, dtype=np.float32)}, 300, 48),
     "dropout": ({"is_causal": True, "dropout_rate": 0.2, "dropout_rng": 0}, 300, 48),
 }
@@ -433,7 +434,7 @@ def test_a_broken_value_reaches_who_sees_it_and_nobody_else(backend, name, depth
         jnp.asarray(rng.normal(size=(2, length, heads, depth)), jnp.bfloat16) for length in (q_len, kv_len, kv_len)
     )
     _refused(backend, query, key, value, **options)
-    place = kv_len - q_len // 2
+    place = kv_len - q_len // 2 - 1
 
     def call(value, implementation):
         out = jax.jit(lambda *x: fast_layers.dot_product_attention(*x, implementation=implementation, **options))
@@ -501,15 +502,19 @@ DECODING = {
 
 
 # Of 6 examples the keys are split over blocks; of 48 each row's stay together.
-@pytest.mark.parametrize(("batch", "depth"), [(6, 128), (6, 192), (48, 64), (48, 128)])
-@pytest.mark.parametrize(("queries", "kv_heads"), [(1, 4), (3, 4), (16, 4), (1, 28), (16, 28)])
+@pytest.mark.parametrize(
+    ("batch", "depth", "dtype"),
+    [(6, 128, jnp.bfloat16), (6, 192, jnp.float16), (48, 64, jnp.float16), (48, 128, jnp.bfloat16)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+@pytest.mark.parametrize(("queries", "kv_heads"), [(1, 2), (1, 4), (3, 4), (16, 4), (1, 28), (16, 28)])
 @pytest.mark.parametrize("name", DECODING)
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cudnn"])
-def test_decoding_from_a_cache(backend, name, queries, kv_heads, depth, batch):
+def test_decoding_from_a_cache(backend, name, queries, kv_heads, depth, batch, dtype):
     """How far it is filled is known in the call alone; NaN stands behind."""
     rng = np.random.default_rng(0)
     shapes = (batch, queries, 28, depth), (batch, 512, kv_heads, depth), (batch, 512, kv_heads, depth)
-    query, key, value = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    query, key, value = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
     options = {of: np.tile(x, batch // 6) if np.shape(x) == (6,) else x for of, x in DECODING[name].items()}
     offset, length = options.get("q_offset", 512), options.get("key_value_seq_lengths", 512)
     if not isinstance(offset, str):
