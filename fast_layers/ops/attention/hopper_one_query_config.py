@@ -33,7 +33,7 @@ def columns_of(problem: Problem) -> int:
 
 
 def takes(problem: Problem) -> bool:
-    """Whether the call has one query, and little for each of its scores."""
+    """Whether the call has one query, of depths in whole tiles, and nothing for each score."""
     p = problem
     whole = p.qk_dim % SWIZZLED_COLUMNS == p.v_dim % SWIZZLED_COLUMNS == 0
     return p.q_len == 1 and whole and columns_of(p) <= _MOST_COLUMNS and not p.per_score
