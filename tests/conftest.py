@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import pathlib
@@ -18,6 +19,9 @@ os.environ.setdefault("NPROC", "32")
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 from selection import EXAMPLES_OF_CI  # noqa: E402
+
+# Most objects are JAX's, and stay: to look through all of them again and again is 5 % of the time.
+gc.set_threshold(50_000, 20, 50)
 
 _COMMON = {
     "deadline": None,  # nearly all of an example's time is compilation

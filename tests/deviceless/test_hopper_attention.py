@@ -98,26 +98,26 @@ BATCHES = {
         "d64 full": Call(heads=32, kv_heads=32, qk_dim=64, cut=True),
         "d64 causal, spans of their own": Call(512, qk_dim=64, batch=8, whole_heads=True, options=CAUSAL),
         "d64 full, clusters": Call(1024, qk_dim=64, batch=8, whole_heads=True),
-        "d64 causal": Call(qk_dim=64, options=CAUSAL),
         "d64 full, sizes of keys": Call(2048, heads=32, kv_heads=32, qk_dim=64, batch=8, cut=True),
-        "d64 segments": Call(kv_heads=4, qk_dim=64, segments=True, options=CAUSAL),
     },
     "deep": {
+        "d128 causal, grouped, dQ beside": Call(
+            heads=32, kv_heads=8, leaves_d_scores=True, beside=True, options=CAUSAL
+        ),
+        "d128 full, grouped, parts of the queries": Call(32_768, heads=32, kv_heads=8, batch=1, leaves_d_scores=True),
+        "d128 window": Call(options={"local_window_size": (1024, 0)}),
+        "d128 everything": Call(kv_heads=4, segments=True, options=EVERYTHING),
+        "d256 causal": Call(qk_dim=256, options=CAUSAL),
+    },
+    "more forms": {
+        "d64 causal": Call(qk_dim=64, options=CAUSAL),
+        "d64 segments": Call(kv_heads=4, qk_dim=64, segments=True, options=CAUSAL),
         "d128 causal, grouped, in parts": Call(
             4096, heads=32, kv_heads=8, batch=1, leaves_d_scores=True, options=CAUSAL
         ),
         "d128 causal, dQ beside": Call(leaves_d_scores=True, beside=True, options=CAUSAL),
-        "d128 causal, grouped, dQ beside": Call(
-            heads=32, kv_heads=8, leaves_d_scores=True, beside=True, options=CAUSAL
-        ),
         "d128 causal, long": Call(32_768, batch=1, leaves_d_scores=True, options=CAUSAL),
-        "d128 full, grouped, parts of the queries": Call(32_768, heads=32, kv_heads=8, batch=1, leaves_d_scores=True),
-        "d128 window": Call(options={"local_window_size": (1024, 0)}),
-        "d128 everything": Call(kv_heads=4, segments=True, options=EVERYTHING),
         "d192/128 causal": Call(qk_dim=192, v_dim=128, options=CAUSAL),
-        "d256 causal": Call(qk_dim=256, options=CAUSAL),
-    },
-    "more forms": {
         "d64 everything": Call(kv_heads=4, qk_dim=64, segments=True, options=EVERYTHING),
         "d80 causal, odd length": Call(2047, qk_dim=80, options=CAUSAL),
         "d256 segments": Call(kv_heads=4, qk_dim=256, segments=True, options=CAUSAL),
@@ -161,10 +161,10 @@ BATCHES = {
     },
     "padded depths": {
         "d32 causal": Call(256, heads=4, kv_heads=2, qk_dim=32, options=CAUSAL),
-        "d144 full, odd length": Call(333, heads=4, kv_heads=2, qk_dim=144),
         "d256/80 causal": Call(256, heads=4, kv_heads=4, qk_dim=256, v_dim=80, options=CAUSAL),
     },
     "more padded depths": {
+        "d144 full, odd length": Call(333, heads=4, kv_heads=2, qk_dim=144),
         "d16 full": Call(512, heads=4, kv_heads=4, qk_dim=16),
         "d40 full": Call(512, heads=4, kv_heads=4, qk_dim=40),
         "d48 causal": Call(512, heads=4, kv_heads=4, qk_dim=48, options=CAUSAL),

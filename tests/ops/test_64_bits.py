@@ -8,7 +8,7 @@ import pytest
 from fast_layers.testing.parity import SUITES, check_parity
 
 FEW = {
-    "dot_product_attention": ("shared bias", "everything"),
+    "dot_product_attention": ("everything",),
     "mlp": ("geglu with bias",),
     "ssd": ("everything",),
     "selective_scan": ("initial state",),

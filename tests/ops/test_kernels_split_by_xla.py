@@ -130,9 +130,7 @@ CALLS: dict[str, tuple[Any, dict[str, jax.Array], dict[str, Any]]] = {
     "norm, more dimensions": (normalise, _norm(B, 3, T, 16), {}),
 }
 IN_ALL_LAYOUTS = (
-    "grouped heads",
     "fewer key heads than shards",
-    "bias of all examples",
     "scan, one group",
     "convolution",
     "norm, groups",
@@ -215,7 +213,7 @@ def test_values_and_gradients(name, layout, shards):
         assert "all-gather" not in step.as_text()  # of what devices share, the gradients are summed
 
 
-@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("kv_heads", [pytest.param(8, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_the_forward_saves(layout, kv_heads, shards, monkeypatch):
     """Sizes of keys and values, by key heads, which devices may share."""

@@ -37,7 +37,7 @@ from simulator.test_hopper_attention_per_score import FAULTY
 pytestmark = pytest.mark.simulator
 
 # One of each kind: the glue is Hopper's, and the table's other cases differ in it only.
-LEAN = {"depth 256", "everything"}
+LEAN = {"everything"}
 
 
 FUSED = CASES | {

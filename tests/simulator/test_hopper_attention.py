@@ -78,9 +78,7 @@ CASES = {
 # One for each form of the kernels' masks and of their tiles; the others differ from one of these in shapes, or in what
 # comes together. Depths of 192 and 128 run with dropout in test_hopper_attention_per_score.py.
 EACH_RUN = {
-    "causal",
     "documents, padding of NaN",
-    "depth 128, documents",
     "depth 256, whole tiles",
     "queries without keys",
     "everything",

@@ -36,7 +36,7 @@ def _check(case: Case, implementation: str, *, dtype=np.float32, wide=np.float64
 
 
 @pytest.mark.parametrize("implementation", TESTED)
-@examples(10)
+@examples(8)
 @hypothesis.given(case=cases())
 def test_any_arguments_float32(implementation, case):
     _check(case, implementation, optimise=False)
@@ -49,7 +49,7 @@ def test_any_arguments_reference_float32(case):
 
 
 @pytest.mark.parametrize("implementation", TESTED)
-@examples(8)
+@examples(4)
 @hypothesis.given(case=cases(lengths=(1, 5, 33), scores=1 << 13))
 def test_any_arguments_float64(implementation, case):
     with jax.enable_x64(True):
@@ -268,7 +268,7 @@ def test_arguments_and_masks_are_combined_by_and(implementation):
         np.testing.assert_allclose(other, first, rtol=1e-6, atol=1e-7)
 
 
-@examples(7)
+@examples(5)
 @hypothesis.given(
     case=cases(lengths=(5, 33, 64, 129)),
     q_tile=hypothesis.strategies.sampled_from([1, 8, 40, 64]),

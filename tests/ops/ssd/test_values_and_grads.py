@@ -30,7 +30,7 @@ def _check(case: Case, implementation: str, *, dtype=np.float32, optimise=False,
 
 
 @pytest.mark.parametrize("implementation", TESTED)
-@examples(9)
+@examples(6)
 @hypothesis.given(case=cases())
 def test_any_arguments_float32(implementation, case):
     _check(case, implementation)
