@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from closeness import assert_close
 
 from fast_layers.ops.attention import api, reference, xla
-from fast_layers.ops.attention.problem import Residuals
+from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import simulate
 from simulator.attention import draw
 
@@ -45,6 +46,16 @@ def assert_rounded(got: Any, call: Callable[..., Any], *operands: Any, rows: Any
             np.testing.assert_array_equal(np.isfinite(other).all(-1), whole, err_msg=name)
         assert whole.any(), name
         assert_close(have[whole], want[whole], yardstick[whole], name=name)
+
+
+def assert_forward(got: Any, problem: Problem, inputs: Inputs, aux: Aux) -> None:
+    """`got` is a kernel's (out, lse). The oracle is the reference in float64, the yardstick the reference as it is."""
+    yardstick = reference.forward(problem, inputs, aux)
+    with jax.enable_x64(True):
+        exact = dataclasses.replace(problem, dtype=jnp.dtype(jnp.float64)), jax.tree.map(_in_float64, inputs), aux
+        oracle = reference.forward(*exact)
+    for name, *arrays in zip(("out", "lse"), got, oracle, yardstick, strict=True):
+        assert_close(*arrays, name=name)
 
 
 def _in_float64(x: Any) -> Any:

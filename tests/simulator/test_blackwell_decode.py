@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fast_layers.ops.attention import blackwell_fwd, packed_heads, reference
+from fast_layers.ops.attention import blackwell_fwd, packed_heads
 from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
 from fast_layers.ops.attention.blackwell_tile import ROWS
 from fast_layers.ops.attention.config import packs_heads
 from fast_layers.testing import simulate
 from simulator.blackwell_attention import without
 from simulator.found import tells
+from simulator.rounded import assert_forward
 from simulator.test_hopper_decode import CASES, Case, lengths
 
 pytestmark = pytest.mark.simulator
@@ -42,11 +43,8 @@ EACH_RUN = {("lengths", 5)}  # more parts than some rows have keys for
 def test_as_the_reference(name, splits):
     problem, inputs, aux = CASES[name].prepare()
     tiles = split_tiles(problem, aux, splits)
-    out, lse = simulate(lambda inputs: blackwell_fwd.attend(problem, inputs, aux, tiles), inputs).check()
-    exact = inputs._replace(**{x: getattr(inputs, x).astype(jnp.float32) for x in ("query", "key", "value")})
-    wanted, wanted_lse = reference.forward(dataclasses.replace(problem, dtype=jnp.dtype(jnp.float32)), exact, aux)
-    np.testing.assert_allclose(np.asarray(out, np.float32), wanted, atol=2**-8 * float(jnp.abs(wanted).max()))
-    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+    got = simulate(lambda inputs: blackwell_fwd.attend(problem, inputs, aux, tiles), inputs).check()
+    assert_forward(got, problem, inputs, aux)
 
 
 @pytest.mark.exhaustive

@@ -13,7 +13,7 @@ from selection import some_each_run
 
 import fast_layers
 from fast_layers import masks as M
-from fast_layers.ops.attention import api, hopper_fwd, hopper_fwd_again, packed_heads, reference, split_kv
+from fast_layers.ops.attention import api, hopper_fwd, hopper_fwd_again, packed_heads, split_kv
 from fast_layers.ops.attention.config import packs_heads
 from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.masks import MaskForm
@@ -21,6 +21,7 @@ from fast_layers.ops.attention.problem import Aux
 from fast_layers.testing import simulate
 from simulator.attention import StandIn, changed, patched
 from simulator.found import tells
+from simulator.rounded import assert_forward
 
 pytestmark = pytest.mark.simulator
 
@@ -124,11 +125,8 @@ EACH_RUN = {
 def test_as_the_reference(name, splits):
     problem, inputs, aux = CASES[name].prepare()
     tiles = split_tiles(problem, aux, splits)
-    out, lse = simulate(lambda inputs: hopper_fwd.attend(problem, inputs, aux, tiles), inputs).check()
-    exact = inputs._replace(**{x: getattr(inputs, x).astype(jnp.float32) for x in ("query", "key", "value")})
-    wanted, wanted_lse = reference.forward(dataclasses.replace(problem, dtype=jnp.dtype(jnp.float32)), exact, aux)
-    np.testing.assert_allclose(np.asarray(out, np.float32), wanted, atol=2**-8 * float(jnp.abs(wanted).max()))
-    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+    got = simulate(lambda inputs: hopper_fwd.attend(problem, inputs, aux, tiles), inputs).check()
+    assert_forward(got, problem, inputs, aux)
 
 
 @pytest.mark.exhaustive  # the next is under vmap, too

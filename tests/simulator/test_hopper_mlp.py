@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from ops.mlp import cases
+from selection import some_each_run
 
 from fast_layers.ops.mlp import hopper_call, hopper_matmul, reference, xla
 from fast_layers.ops.mlp.config import HopperFewRowsTiles, HopperMatmulTiles
@@ -182,7 +183,21 @@ MORE_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# One of each kind: a load, a slot, an accumulator in flight, a commit, a store, and what blocks of a pair share.
+FAULTS_EACH_RUN = {
+    "operands not awaited",
+    "operands overwritten, in turns",
+    "products read in flight",
+    "the neighbour's slot overwritten",
+    "stores not awaited",
+    "what is read overwritten",
+    "sums overwritten by what is read next",
+    "few rows' operands overwritten",
+    "few rows' results overwritten",
+}
+
+
+@pytest.mark.parametrize("fault", some_each_run(FAULTS, FAULTS_EACH_RUN))
 def test_planted_fault_is_found(fault):
     _assert_found(*FAULTS[fault])
 

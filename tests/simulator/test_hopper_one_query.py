@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +9,12 @@ import pytest
 from selection import some_each_run
 
 from fast_layers import masks as M
-from fast_layers.ops.attention import api, hopper_one_query, reference
+from fast_layers.ops.attention import api, hopper_one_query
 from fast_layers.ops.attention.hopper_one_query_config import HopperOneQueryTiles, columns_of, takes
 from fast_layers.testing import simulate
 from simulator.attention import StandIn, changed
 from simulator.found import tells
+from simulator.rounded import assert_forward
 from simulator.test_hopper_decode import Case, lengths
 
 pytestmark = pytest.mark.simulator
@@ -67,13 +66,8 @@ def test_as_the_reference(name, splits):
     problem, inputs, aux = CASES[name].prepare()
     assert takes(problem)
     tiles = tiles_of(problem, splits)
-    out, lse = simulate(lambda inputs: hopper_one_query.attend(problem, inputs, aux, tiles), inputs).check()
-    exact = inputs._replace(**{x: getattr(inputs, x).astype(jnp.float32) for x in ("query", "key", "value")})
-    wanted, wanted_lse = reference.forward(dataclasses.replace(problem, dtype=jnp.dtype(jnp.float32)), exact, aux)
-    # By the rounding of out, and by that of weights.
-    atol = 2**-9 * float(jnp.abs(wanted).max())
-    np.testing.assert_allclose(np.asarray(out, np.float32), wanted, rtol=2**-8, atol=atol)
-    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+    got = simulate(lambda inputs: hopper_one_query.attend(problem, inputs, aux, tiles), inputs).check()
+    assert_forward(got, problem, inputs, aux)
 
 
 @pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
