@@ -11,11 +11,16 @@ import pytest
 EXAMPLES_OF_CI = 10
 
 
-def some_each_run(names: Iterable[str], each_run: Set[str]) -> list[Any]:
-    """For pytest's parametrize: those that are not in `each_run` are marked exhaustive."""
-    names = list(names)
-    assert each_run <= set(names), each_run - set(names)
-    return [pytest.param(name, marks=() if name in each_run else pytest.mark.exhaustive) for name in names]
+def some_each_run(cases: Iterable[str | tuple], each_run: Set[str | tuple]) -> list[Any]:
+    """For pytest's parametrize, a tuple for several arguments: those not in `each_run` are marked exhaustive."""
+    cases = list(cases)
+    assert each_run <= set(cases), each_run - set(cases)
+
+    def marked(case):
+        arguments = case if isinstance(case, tuple) else (case,)
+        return pytest.param(*arguments, marks=() if case in each_run else pytest.mark.exhaustive)
+
+    return [marked(case) for case in cases]
 
 
 def examples(in_ci: int) -> hypothesis.settings:

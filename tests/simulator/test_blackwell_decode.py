@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import some_each_run
 
 from fast_layers.ops.attention import blackwell_fwd, packed_heads
 from fast_layers.ops.attention.blackwell_config import BlackwellForwardTiles
@@ -32,14 +34,7 @@ def split_tiles(problem, aux, splits: int) -> BlackwellForwardTiles:
 EACH_RUN = {("lengths", 5)}  # more parts than some rows have keys for
 
 
-@pytest.mark.parametrize(
-    ("name", "splits"),
-    [
-        pytest.param(name, splits, marks=() if (name, splits) in EACH_RUN else pytest.mark.exhaustive)
-        for name in CASES
-        for splits in (2, 5)
-    ],
-)
+@pytest.mark.parametrize(("name", "splits"), some_each_run(itertools.product(CASES, (2, 5)), EACH_RUN))
 def test_as_the_reference(name, splits):
     problem, inputs, aux = CASES[name].prepare()
     tiles = split_tiles(problem, aux, splits)

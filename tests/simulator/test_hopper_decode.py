@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -114,14 +115,7 @@ EACH_RUN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "splits"),
-    [
-        pytest.param(name, splits, marks=() if (name, splits) in EACH_RUN else pytest.mark.exhaustive)
-        for name in CASES
-        for splits in (1, 2, 5)
-    ],
-)
+@pytest.mark.parametrize(("name", "splits"), some_each_run(itertools.product(CASES, (1, 2, 5)), EACH_RUN))
 def test_as_the_reference(name, splits):
     problem, inputs, aux = CASES[name].prepare()
     tiles = split_tiles(problem, aux, splits)

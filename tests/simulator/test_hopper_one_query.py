@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,14 +56,7 @@ def tiles_of(problem, splits: int) -> HopperOneQueryTiles:
 EACH_RUN = {("group of 12", 1), ("offset", 2), ("lengths", 5), ("sinks", 1)}
 
 
-@pytest.mark.parametrize(
-    ("name", "splits"),
-    [
-        pytest.param(name, splits, marks=() if (name, splits) in EACH_RUN else pytest.mark.exhaustive)
-        for name in CASES
-        for splits in (1, 2, 5)
-    ],
-)
+@pytest.mark.parametrize(("name", "splits"), some_each_run(itertools.product(CASES, (1, 2, 5)), EACH_RUN))
 def test_as_the_reference(name, splits):
     problem, inputs, aux = CASES[name].prepare()
     assert takes(problem)

@@ -8,10 +8,10 @@ key/value head as their columns, in eights. Little is computed, exponentiated, h
 there, so that several blocks share an SM, of one warpgroup each, and hide one another's latencies.
 
     Q, and all slots of K and V  -> q_ready, k_ready, v_ready
-    step(j):  scores = K(j) Q^T                      needs k_ready(j)
-              K, V of the step `stages` - 1 later    into the slot that all have left (consumed)
+    step(j):  scores = K(j) Q^T                      needs k_ready(j) and v_ready(j)
               P = a softmax step on scores           to shared memory
-              out = out * rescale + V(j)^T P^T       needs v_ready(j)
+              out = out * rescale + V(j)^T P^T       frees consumed(j)
+              K, V of the step `stages` later        into the slots that all have left, waits consumed(j)
 
 A block takes the tiles of keys that the heads of one key/value head see, or with `splits` a part of them (out is
 float32 then, and `split_kv` puts the parts together), from the last on: where a mask hides keys, that is mostly in the
