@@ -2,11 +2,13 @@
 
     uv run bench/decode.py --out bench/results/cpu/decode.json
     python -m bench decode --batch 1 16 128 --capacity 2048 --heads 32 --kv-heads 8 --depth 128 --out decode.json
+    python -m bench decode --queries 4 --heads 32 --kv-heads 8 --depth 128
 
 How many keys there are is an array, as it is to a model that decodes: `fast_layers` gets it as the offset of queries
-under a causal mask, which is what FlashMHA makes of its cache, `fast_layers lengths` as each example's length. So does
-jax.nn: by cuDNN in bfloat16 on a GPU, by XLA in float32 on a CPU. On a GPU the median of the device's times counts
-(bench/timing.py), on a CPU the best, since a step takes a millisecond and anything else on the machine shows.
+under a causal mask, which is what FlashMHA makes of its cache, `fast_layers lengths` as each example's length, which
+all queries see. So does jax.nn: by cuDNN in bfloat16 on a GPU, by XLA in float32 on a CPU. On a GPU the median of the
+device's times counts (bench/timing.py), on a CPU the best, since a step takes a millisecond and anything else on the
+machine shows.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ SETS_BYTES, MOST_SETS = 256 << 20, 8
 
 
 def by_offset(query, key, value, filled):
-    return fast_layers.dot_product_attention(query, key, value, is_causal=True, q_offset=filled - 1)
+    return fast_layers.dot_product_attention(query, key, value, is_causal=True, q_offset=filled - query.shape[1])
 
 
 def by_lengths(query, key, value, filled):
@@ -63,7 +65,7 @@ def milliseconds(batch: int, filled: int, args: argparse.Namespace) -> dict[str,
 
     def operands(seed):
         keys = jax.random.split(jax.random.key(seed), 3)
-        query = jax.random.normal(keys[0], (batch, 1, args.heads, args.depth), dtype)
+        query = jax.random.normal(keys[0], (batch, args.queries, args.heads, args.depth), dtype)
         return query, *(jax.random.normal(key, shape, dtype) for key in keys[1:]), jnp.int32(filled)
 
     sets = [operands(seed) for seed in range(min(count, MOST_SETS))]
@@ -84,6 +86,7 @@ def milliseconds(batch: int, filled: int, args: argparse.Namespace) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--queries", type=int, default=1, help="tokens of each example in a step")
     parser.add_argument("--capacity", type=int, default=16_384)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, help="default: as many as heads")
@@ -91,14 +94,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     args = parser.parse_args()
-    # The shortest step sees a 1024th of the cache.
-    options.check_numbers(parser, args, batch=1, capacity=1024, heads=1, kv_heads=1, depth=1, repeats=1)
+    # The shortest step sees a 1024th of the cache, or its own tokens.
+    options.check_numbers(parser, args, batch=1, queries=1, capacity=1024, heads=1, kv_heads=1, depth=1, repeats=1)
     if args.heads % (args.kv_heads or args.heads):
         parser.error(f"--heads {args.heads} --kv-heads {args.kv_heads}: heads must be a multiple of key heads")
+    if args.queries > args.capacity // 8:
+        parser.error(f"--queries {args.queries}: take at most an eighth of --capacity {args.capacity}")
     options.check_file(parser, args.out)
     rows = []
     for batch in args.batch:
-        for filled in (args.capacity // 1024, args.capacity // 8, args.capacity):
+        for filled in (max(args.capacity // 1024, args.queries), args.capacity // 8, args.capacity):
             taken = milliseconds(batch, filled, args)
             rows.append({"batch": batch, "filled": filled, **taken})
             told = (f"{name} {x}" if isinstance(x, str) else f"{name} {x:.4f} ms" for name, x in taken.items())

@@ -33,6 +33,7 @@ WRONG = {
     "mlp --cases tiny --peers numpy": "--peers numpy: no peer's name contains it",
     "mlp --widths 3": "error: --widths 3: no case has so many",
     "decode --capacity 1000": "--capacity 1000: take at least 1024",
+    "decode --queries 200 --capacity 1024": "--queries 200: take at most an eighth of --capacity 1024",
     "decode --repeats 0": "--repeats 0: take at least 1",
     "decode --batch 1 0": "--batch 1 0: take at least 1",
     "decode --kv-heads 3": "--heads 8 --kv-heads 3: heads must be a multiple of key heads",

@@ -414,6 +414,7 @@ BROKEN = {
     "window": ({"local_window_size": (80, 0)}, 300, 48),
     "causal, few queries": ({"is_causal": True, "q_offset": 1000}, 60, 2),
     "causal, one query": ({"is_causal": True, "q_offset": 1000}, 1, 2),
+    "causal, 16 queries": ({"is_causal": True, "q_offset": 1000}, 16, 2),
     "sinks": ({"is_causal": True, "sinks": np.linspace(-2, 2, 48, dtype=np.float32)}, 300, 48),
     "dropout": ({"is_causal": True, "dropout_rate": 0.2, "dropout_rng": 0}, 300, 48),
 }
@@ -507,7 +508,7 @@ DECODING = {
     [(6, 128, jnp.bfloat16), (6, 192, jnp.float16), (48, 64, jnp.float16), (48, 128, jnp.bfloat16)],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
-@pytest.mark.parametrize(("queries", "kv_heads"), [(1, 2), (1, 4), (3, 4), (16, 4), (1, 28), (16, 28)])
+@pytest.mark.parametrize(("queries", "kv_heads"), [(1, 2), (1, 4), (2, 4), (3, 4), (16, 4), (1, 28), (16, 28)])
 @pytest.mark.parametrize("name", DECODING)
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cudnn"])
 def test_decoding_from_a_cache(backend, name, queries, kv_heads, depth, batch, dtype):

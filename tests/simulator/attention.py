@@ -37,10 +37,10 @@ from fast_layers.ops.attention import (
     hopper_bwd_steps,
     hopper_call,
     hopper_d_query_parts,
+    hopper_few_rows,
     hopper_fwd,
     hopper_fwd_again,
     hopper_fwd_out,
-    hopper_one_query,
 )
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import ParityTable, Simulation, check_parity, simulate
@@ -117,7 +117,7 @@ def patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
             (hopper_bwd, "launch"),
             (hopper_bwd_deep, "launch"),
             (hopper_bias_grad, "_launch"),
-            (hopper_one_query, "_launch"),
+            (hopper_few_rows, "_launch"),
         ]
         for module, name in (*launches, (hopper_bwd_rows, "row_sums")):
             # Without its jit, which would give back what was traced before.

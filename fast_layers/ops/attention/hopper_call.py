@@ -24,9 +24,9 @@ def supports(problem: Problem, arch: Arch, pass_) -> str | None:
 
 def forward(problem: Problem, inputs: Inputs, aux: Aux):
     """(out [B, T, N, V], lse [B, N, T]). Pallas is imported here, when a kernel is chosen."""
-    from fast_layers.ops.attention import hopper_fwd, hopper_one_query, hopper_one_query_config
+    from fast_layers.ops.attention import hopper_few_rows, hopper_few_rows_config, hopper_fwd
 
-    kernel = hopper_one_query if hopper_one_query_config.takes(problem) else hopper_fwd
+    kernel = hopper_few_rows if hopper_few_rows_config.takes(problem) else hopper_fwd
     return kernel.attend(problem, inputs, aux)
 
 

@@ -12,8 +12,8 @@ import pytest
 from fast_layers import masks as M
 from fast_layers.ops.attention import packed_heads, split_kv
 from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS, num_splits, packs_heads
+from fast_layers.ops.attention.hopper_few_rows_config import HopperFewRowsTiles, takes
 from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
-from fast_layers.ops.attention.hopper_one_query_config import HopperOneQueryTiles, takes
 from fast_layers.ops.attention.problem import MaskFacts, Problem
 from fast_layers.ops.attention.tile_mask import Span
 
@@ -68,16 +68,18 @@ def test_chosen_tiles_fit_in_shared_memory(depths, batch, q_len):
         pytest.param({"qk_dim": 192}, True, id="depths that differ"),
         pytest.param({"qk_dim": 96}, False, id="a query depth that is no multiple of 64"),
         pytest.param({"v_dim": 96}, False, id="a value depth that is no multiple of 64"),
-        pytest.param({"q_len": 2}, False, id="two queries"),
+        pytest.param({"q_len": 4}, True, id="16 rows: four queries of four heads"),
+        pytest.param({"q_len": 16, "kv_heads": 32}, True, id="16 queries, no group"),
+        pytest.param({"q_len": 5}, False, id="20 rows: five queries of four heads"),
         pytest.param({"dropout_rate": 0.1}, False, id="dropout"),
         pytest.param({"bias": (1, 32, 1, 16384)}, False, id="a bias"),
     ],
 )
-def test_what_the_kernel_of_one_query_takes(changes, taken):
+def test_what_the_kernel_of_few_rows_takes(changes, taken):
     assert takes(problem(**changes)) is taken
 
 
-# Heads of each problem are those of keys, its queries the heads of each. Of those measured on an H200 the fastest, or
+# Heads of each problem are those of keys, its queries the rows of each. Of those measured on an H200 the fastest, or
 # nearly.
 @pytest.mark.parametrize(
     ("changes", "wanted"),
@@ -96,16 +98,16 @@ def test_what_the_kernel_of_one_query_takes(changes, taken):
         pytest.param({"qk_dim": 256, "v_dim": 256, "heads": 4}, (64, 2, 32), id="depth 256"),
     ],
 )
-def test_tiles_of_one_query(changes, wanted):
-    tiles = HopperOneQueryTiles.of(problem(**{"heads": 8, "q_len": 8, **changes}))
+def test_tiles_of_few_rows(changes, wanted):
+    tiles = HopperFewRowsTiles.of(problem(**{"heads": 8, "q_len": 8, **changes}))
     assert (tiles.kv_tile, tiles.stages, tiles.splits) == wanted
 
 
 @pytest.mark.parametrize("depths", [(64, 64), (64, 256), (192, 128), (256, 256)])
 @pytest.mark.parametrize("columns", [8, 16])
 @pytest.mark.parametrize("batch", [1, 128])
-def test_tiles_of_one_query_fit_in_shared_memory(depths, columns, batch):
-    tiles = HopperOneQueryTiles.of(problem(batch=batch, q_len=columns, qk_dim=depths[0], v_dim=depths[1]))
+def test_tiles_of_few_rows_fit_in_shared_memory(depths, columns, batch):
+    tiles = HopperFewRowsTiles.of(problem(batch=batch, q_len=columns, qk_dim=depths[0], v_dim=depths[1]))
     assert tiles.smem_bytes(*depths) <= HOPPER_SMEM_BYTES
 
 
@@ -119,9 +121,9 @@ def test_tiles_of_one_query_fit_in_shared_memory(depths, columns, batch):
         ({"splits": 0}, "splits"),
     ],
 )
-def test_impossible_tiles_of_one_query(changes, named):
+def test_impossible_tiles_of_few_rows(changes, named):
     with pytest.raises(ValueError, match=named):
-        HopperOneQueryTiles(**{"columns": 8, **changes})
+        HopperFewRowsTiles(**{"columns": 8, **changes})
 
 
 @pytest.mark.parametrize(("depth", "stages"), [(16, 8), (64, 3), (128, 3)])

@@ -1,11 +1,11 @@
-"""Attention's forward of one query for Hopper (sm_90a): a decoding step, whose time is that of loading the keys.
+"""Attention's forward of few rows for Hopper (sm_90a): a decoding step, whose time is that of loading the keys.
 
-Axis letters: B batch, S keys, N query heads, K key/value heads, G query heads per key/value head, C columns, H
-query/key depth, V value depth.
+Axis letters: B batch, T queries, S keys, N query heads, K key/value heads, C columns, H query/key depth, V value depth.
 
-wgmma's own 64 rows are keys, and values' columns: both products are computed turned, with the heads that share a
-key/value head as their columns, in eights. Little is computed, exponentiated, held or sent for queries that are not
-there, so that several blocks share an SM, of one warpgroup each, and hide one another's latencies.
+A row is a query's head, of those that share a key/value head (`packed_heads`). wgmma's own 64 rows are keys, and
+values' columns: both products are computed turned, with our rows as their columns, in eights. Little is computed,
+exponentiated, held or sent for rows that are not there, so that several blocks share an SM, of one warpgroup each, and
+hide one another's latencies.
 
     Q, and all slots of K and V  -> q_ready, k_ready, v_ready
     step(j):  scores = K(j) Q^T                      needs k_ready(j) and v_ready(j)
@@ -13,7 +13,7 @@ there, so that several blocks share an SM, of one warpgroup each, and hide one a
               out = out * rescale + V(j)^T P^T       frees consumed(j)
               K, V of the step `stages` later        into the slots that all have left, waits consumed(j)
 
-A block takes the tiles of keys that the heads of one key/value head see, or with `splits` a part of them (out is
+A block takes the tiles of keys that the rows of one key/value head see, or with `splits` a part of them (out is
 float32 then, and `split_kv` puts the parts together), from the last on: where a mask hides keys, that is mostly in the
 last. Where one does, broken values are looked for, and mended, before the tile is multiplied.
 
@@ -22,7 +22,6 @@ Sources: Dao et al., "Flash-Decoding" (2023); for turned products with few colum
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -48,9 +47,9 @@ from fast_layers.ops.attention.forward_parts import (
     see_nothing,
     sinks_by_row,
 )
+from fast_layers.ops.attention.hopper_few_rows_config import HopperFewRowsTiles
 from fast_layers.ops.attention.hopper_fwd_scores import log2_logits
-from fast_layers.ops.attention.hopper_one_query_config import HopperOneQueryTiles, columns_of
-from fast_layers.ops.attention.kernel_operands import SHARED, pad_axis, pad_for_tma, round_up
+from fast_layers.ops.attention.kernel_operands import SHARED, pad_for_tma, round_up
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
 from fast_layers.ops.attention.tile_logits import LogitOperands, TileLogits
 from fast_layers.ops.attention.tile_mask import WGMMA, TileMask, has_broken_rows, mend_broken_rows
@@ -62,41 +61,36 @@ _EXCHANGED_BYTES = 1024
 """By warps, of the maxima of 64 x 8 scores."""
 
 
-def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperOneQueryTiles | None = None):
-    """(out [B, 1, N, V], lse [B, N, 1]), for what `hopper_one_query_config.takes`."""
-    columns = columns_of(problem)
-    wide = dataclasses.replace(problem, heads=problem.kv_heads * columns)
-    form = packed_heads.pack_mask(wide, aux.mask)
-    p = packed_heads.pack_problem(wide, form)
-    tiles = HopperOneQueryTiles.of(p) if tiles is None else tiles
-    sinks = None
-    if inputs.sinks is not None and tiles.splits == 1:
-        by_group = pad_axis(inputs.sinks.reshape(p.heads, -1), columns, 1)
-        sinks = sinks_by_row(by_group.reshape(-1), p, columns)
+def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperFewRowsTiles | None = None):
+    """(out [B, T, N, V], lse [B, N, T]), for what `hopper_few_rows_config.takes`."""
+    form = packed_heads.pack_mask(problem, aux.mask)
+    p = packed_heads.pack_problem(problem, form)
+    tiles = HopperFewRowsTiles.of(p) if tiles is None else tiles
+    sinks = inputs.sinks
     operands = Operands(
         inputs.query,
         pad_for_tma(inputs.key, tiles.kv_tile, p.qk_dim),
         pad_for_tma(inputs.value, tiles.kv_tile, p.v_dim),
-        sinks,
+        None if sinks is None or tiles.splits > 1 else sinks_by_row(sinks, p, tiles.columns),
         mask_operand(p, form, tiles),
         LogitOperands(None, None, None),
     )
     out, lse = over_batch(functools.partial(_launch, tiles, problem.group), SHARED)(p, operands)
-    if inputs.sinks is not None and tiles.splits > 1:
-        out, lse = split_kv.join_sinks(out, lse, inputs.sinks)
+    if sinks is not None and tiles.splits > 1:
+        out, lse = split_kv.join_sinks(out, lse, sinks)
     return out.astype(problem.dtype), lse
 
 
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _launch(tiles: HopperOneQueryTiles, group: int, p: Problem, operands: Operands):
-    """(out [B, 1, N, V], lse [B, N, 1]) of `group` heads of each key/value head, of which `p` has one per column."""
-    qk_dim, v_dim = p.qk_dim, p.v_dim
+def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operands):
+    """(out [B, T, N, V], lse [B, N, T]); `p` has `group` heads of each query as rows."""
+    qk_dim, v_dim, queries = p.qk_dim, p.v_dim, p.q_len // group
     columns, kv_tile, stages, splits = tiles.columns, tiles.kv_tile, tiles.stages, tiles.splits
     work = Work(p, tiles, columns, qk_dim, v_dim, backwards=True)
     tree = jax.tree.structure(operands)
 
-    def attention_one_query(*refs, **scratch):
+    def attention_few_rows(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         out_ref, lse_ref = refs[tree.num_leaves :]
         s = _Scratch(**scratch)
@@ -159,7 +153,9 @@ def _launch(tiles: HopperOneQueryTiles, group: int, p: Problem, operands: Operan
             return state, out * _by_column(rescale, v_dim) + product
 
         heads = pl.ds(piece.head * group, group)
-        plgpu.copy_gmem_to_smem(inputs.query.at[piece.example, 0, heads], s.loose_query.at[pl.ds(0, group)], s.q_ready)
+        for t in range(queries):
+            rows_of_query = s.loose_query.at[pl.ds(t * group, group)]
+            plgpu.copy_gmem_to_smem(inputs.query.at[piece.example, t, heads], rows_of_query, s.q_ready)
         for i in range(stages):
             pl.when(i < span.tiles)(lambda i=i: load(i))
         plgpu.barrier_wait(s.q_ready)
@@ -178,16 +174,17 @@ def _launch(tiles: HopperOneQueryTiles, group: int, p: Problem, operands: Operan
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s.lse_slot, lse_ref.at[piece.out_index, piece.head])
         if splits > 1:
-            to = out_ref.at[piece.out_index, pl.ds(0, group), piece.head, pl.ds(0, v_dim)]
+            to = out_ref.at[piece.out_index, pl.ds(0, p.q_len), piece.head, pl.ds(0, v_dim)]
+            plgpu.copy_smem_to_gmem(s.out_slot.at[pl.ds(0, p.q_len)], to)
         else:
-            to = out_ref.at[piece.example, 0, heads]
-        plgpu.copy_smem_to_gmem(s.out_slot.at[pl.ds(0, group)], to)
+            for t in range(queries):
+                plgpu.copy_smem_to_gmem(s.out_slot.at[pl.ds(t * group, group)], out_ref.at[piece.example, t, heads])
 
-    out_shape = (p.batch, 1, p.heads * group, v_dim)
+    out_shape = (p.batch, queries, p.heads * group, v_dim)
     if splits > 1:
-        out_shape = (p.batch * splits, group, p.heads, round_up(v_dim, split_kv.COLUMNS))
+        out_shape = (p.batch * splits, p.q_len, p.heads, round_up(v_dim, split_kv.COLUMNS))
     out, lse = plgpu.kernel(
-        attention_one_query,
+        attention_few_rows,
         out_type=(
             jax.ShapeDtypeStruct(out_shape, work.out_dtype),
             jax.ShapeDtypeStruct((p.batch * splits, p.heads, columns), jnp.float32),
@@ -202,7 +199,7 @@ def _launch(tiles: HopperOneQueryTiles, group: int, p: Problem, operands: Operan
             "weight_slot": smem_tile(columns, kv_tile, dtype=p.dtype),
             "out_slot": plgpu.SMEM((columns, v_dim), work.out_dtype),
             "lse_slot": plgpu.SMEM((columns,), jnp.float32),
-            "q_ready": plgpu.Barrier(),
+            "q_ready": plgpu.Barrier(num_arrivals=queries),
             "k_ready": plgpu.Barrier(num_barriers=stages),
             "v_ready": plgpu.Barrier(num_barriers=stages),
             "consumed": plgpu.Barrier(num_barriers=stages),
@@ -211,9 +208,9 @@ def _launch(tiles: HopperOneQueryTiles, group: int, p: Problem, operands: Operan
     )(*jax.tree.leaves(operands))
     if splits > 1:
         out, lse = (x.reshape(p.batch, splits, *x.shape[1:]) for x in (out, lse))
-        out = split_kv.combine_out(out, lse, group, v_dim, group, jnp.float32 if p.sinks else p.dtype)
+        out = split_kv.combine_out(out, lse, p.q_len, v_dim, group, jnp.float32 if p.sinks else p.dtype)
         lse = split_kv.combine_lse(lse)
-    return out, packed_heads.unpack_lse(lse[..., :group], group)
+    return out, packed_heads.unpack_lse(lse[..., : p.q_len], group)
 
 
 class _ColumnSoftmax(NamedTuple):

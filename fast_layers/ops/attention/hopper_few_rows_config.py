@@ -1,4 +1,4 @@
-"""Tiles of attention's forward of one query on Hopper: frozen, self-rejecting, with the legality written once."""
+"""Tiles of attention's forward of few rows on Hopper: frozen, self-rejecting, with the legality written once."""
 
 from __future__ import annotations
 
@@ -27,21 +27,17 @@ _SPLITTING_COST, _PARTS_AT_ONCE, _EACH_COST = 3, 16, 0.75
 """Of storing parts and putting them together, and of each so many parts of a head."""
 
 
-def columns_of(problem: Problem) -> int:
-    """Of the products: the heads that share a key/value head, and what fills up the last eight."""
-    return round_up(problem.group, _EIGHT)
-
-
 def takes(problem: Problem) -> bool:
-    """Whether the call has one query, of depths in whole tiles, and nothing for each score."""
+    """Whether the call has few queries with few heads to a key/value head, of depths in whole tiles, and nothing for
+    each score."""
     p = problem
     whole = p.qk_dim % SWIZZLED_COLUMNS == p.v_dim % SWIZZLED_COLUMNS == 0
-    return p.q_len == 1 and whole and columns_of(p) <= _MOST_COLUMNS and not p.per_score
+    return p.q_len * p.group <= _MOST_COLUMNS and whole and not p.per_score
 
 
 @dataclasses.dataclass(frozen=True)
-class HopperOneQueryTiles:
-    """The kernel's shape: `columns` hold all heads of a key/value head, `kv_tile` keys a step, `stages` slots for keys
+class HopperFewRowsTiles:
+    """The kernel's shape: `columns` hold all rows of a key/value head, `kv_tile` keys a step, `stages` slots for keys
     and values each, `splits` parts of the keys that they see, a block for each."""
 
     columns: int
@@ -88,11 +84,11 @@ class HopperOneQueryTiles:
         return (_ALL_SMS * per_sm * full + shared + uneven) * steps + joining
 
     @classmethod
-    def of(cls, problem: Problem) -> HopperOneQueryTiles:
-        """For the problem as the kernel sees it, a head of which is a key/value head."""
+    def of(cls, problem: Problem) -> HopperFewRowsTiles:
+        """For the problem as the kernel sees it, with heads packed into rows."""
         p = problem
         bytes_per_key = 2 * (p.qk_dim + p.v_dim)
         kv_tile = 128 if 128 * bytes_per_key <= _STEP_BYTES else 64
-        tiles = cls(p.q_len, kv_tile, stages=3 if kv_tile * bytes_per_key <= _STEP_BYTES else 2)
+        tiles = cls(round_up(p.q_len, _EIGHT), kv_tile, stages=3 if kv_tile * bytes_per_key <= _STEP_BYTES else 2)
         most = min(_MOST_SPLITS, math.ceil(p.kv_len / kv_tile))
         return min((dataclasses.replace(tiles, splits=n) for n in range(1, most + 1)), key=lambda x: x._duration(p))
