@@ -110,11 +110,10 @@ def test_what_a_broken_key_breaks(broken):
 # What is left out, and of what the simulator then tells.
 FAULTS = {
     "queries not awaited": ("barrier_wait q_ready", "loose_query"),
-    "keys not awaited": ("barrier_wait k_ready", "k_slots"),
-    "values not awaited": ("barrier_wait v_ready", "v_slots"),
-    "slots not awaited": ("barrier_wait consumed", "k_slots"),
+    "keys and values not awaited": ("barrier_wait kv_ready", "k_slots"),
     "queries not committed": ("commit_smem #1", "q_slot"),
     "weights not committed": ("commit_smem #2", "weight_slot"),
+    "slots not awaited": ("barrier_wait consumed", "k_slots"),
     "out not committed": ("commit_smem #3", "out_slot"),
 }
 

@@ -7,8 +7,8 @@ values' columns: both products are computed turned, with our rows as their colum
 exponentiated, held or sent for rows that are not there, so that several blocks share an SM, of one warpgroup each, and
 hide one another's latencies.
 
-    Q, and all slots of K and V  -> q_ready, k_ready, v_ready
-    step(j):  scores = K(j) Q^T                      needs k_ready(j) and v_ready(j)
+    Q, and all slots of K and V  -> q_ready, kv_ready
+    step(j):  scores = K(j) Q^T                      needs kv_ready(j)
               P = a softmax step on scores           to shared memory
               out = out * rescale + V(j)^T P^T       frees consumed(j)
               K, V of the step `stages` later        into the slots that all have left, waits consumed(j)
@@ -109,15 +109,14 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
         def load(i):
             slot = lax.rem(i, stages)
             key, value = keys_and_values(work, inputs, piece, work.tile_at(span, i))
-            plgpu.copy_gmem_to_smem(key, s.k_slots.at[slot], s.k_ready.at[slot])
-            plgpu.copy_gmem_to_smem(value, s.v_slots.at[slot], s.v_ready.at[slot])
+            plgpu.copy_gmem_to_smem(key, s.k_slots.at[slot], s.kv_ready.at[slot])
+            plgpu.copy_gmem_to_smem(value, s.v_slots.at[slot], s.kv_ready.at[slot])
 
         def step(i, carry):
             state, out = carry
             j, slot = work.tile_at(span, i), lax.rem(i, stages)
             key, value = s.k_slots.at[slot], s.v_slots.at[slot]
-            plgpu.barrier_wait(s.k_ready.at[slot])
-            plgpu.barrier_wait(s.v_ready.at[slot])
+            plgpu.barrier_wait(s.kv_ready.at[slot])
             if mask.hides_real_keys:
 
                 @pl.when(span.ragged(j))
@@ -200,8 +199,7 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
             "out_slot": plgpu.SMEM((columns, v_dim), work.out_dtype),
             "lse_slot": plgpu.SMEM((columns,), jnp.float32),
             "q_ready": plgpu.Barrier(num_arrivals=queries),
-            "k_ready": plgpu.Barrier(num_barriers=stages),
-            "v_ready": plgpu.Barrier(num_barriers=stages),
+            "kv_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "consumed": plgpu.Barrier(num_barriers=stages),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_EXCHANGED_BYTES),
@@ -254,6 +252,5 @@ class _Scratch(NamedTuple):
     out_slot: Any
     lse_slot: Any
     q_ready: Any
-    k_ready: Any
-    v_ready: Any
+    kv_ready: Any
     consumed: Any

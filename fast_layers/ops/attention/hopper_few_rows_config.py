@@ -15,7 +15,10 @@ _MOST_COLUMNS = 16
 _RESERVED_BYTES = 1 << 10
 """Of an SM's shared memory, for each block."""
 _STEP_BYTES = 32 << 10
-"""Of keys and values, at most, where a step of 64 keys has fewer: two blocks of three such steps share an SM."""
+"""Of keys and values, at most, where a step of 64 keys has fewer: two blocks of three such steps share an SM, or three
+of two."""
+_MANY_ROUNDS = 7
+"""Of a block on each SM: three on each at a time are 1 to 4 % faster then. Of fewer it depends on the last."""
 _MOST_SPLITS = HOPPER_SMS // 2
 # Measured on an H200 (bench/NOTES.md). The unit is a step's time in a block that has an SM to itself, where not all SMs
 # load.
@@ -89,6 +92,8 @@ class HopperFewRowsTiles:
         p = problem
         bytes_per_key = 2 * (p.qk_dim + p.v_dim)
         kv_tile = 128 if 128 * bytes_per_key <= _STEP_BYTES else 64
-        tiles = cls(round_up(p.q_len, _EIGHT), kv_tile, stages=3 if kv_tile * bytes_per_key <= _STEP_BYTES else 2)
+        many = p.batch * p.heads >= _MANY_ROUNDS * HOPPER_SMS
+        stages = 2 if many or kv_tile * bytes_per_key > _STEP_BYTES else 3
+        tiles = cls(round_up(p.q_len, _EIGHT), kv_tile, stages)
         most = min(_MOST_SPLITS, math.ceil(p.kv_len / kv_tile))
         return min((dataclasses.replace(tiles, splits=n) for n in range(1, most + 1)), key=lambda x: x._duration(p))
