@@ -508,7 +508,9 @@ DECODING = {
     [(6, 128, jnp.bfloat16), (6, 192, jnp.float16), (48, 64, jnp.float16), (48, 128, jnp.bfloat16)],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
-@pytest.mark.parametrize(("queries", "kv_heads"), [(1, 2), (1, 4), (2, 4), (3, 4), (16, 4), (1, 28), (16, 28)])
+@pytest.mark.parametrize(
+    ("queries", "kv_heads"), [(1, 2), (1, 4), (2, 4), (3, 4), (16, 4), (1, 28), (16, 28), (24, 28)]
+)
 @pytest.mark.parametrize("name", DECODING)
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cudnn"])
 def test_decoding_from_a_cache(backend, name, queries, kv_heads, depth, batch, dtype):

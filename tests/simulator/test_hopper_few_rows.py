@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -28,6 +29,7 @@ CASES = {
     "group of 12": Case(kv_len=300, heads=24, kv_heads=2),
     "no group": Case(kv_len=768, heads=2, kv_heads=2),
     "3 queries, group of 5": Case(q_len=3, kv_len=300, heads=5, options=CAUSAL),
+    "3 queries, group of 7": Case(q_len=3, kv_len=300, heads=7, depth=128, options=CAUSAL),
     "16 queries, no group": Case(q_len=16, kv_len=512, heads=2, kv_heads=2, options=CAUSAL),
     "2 queries, offset": Case(q_len=2, kv_len=520, batch=2, options={"is_causal": True, "q_offset": lengths(400, 7)}),
     "4 queries, ids": Case(
@@ -63,13 +65,13 @@ def tiles_of(problem, splits: int) -> HopperFewRowsTiles:
     return HopperFewRowsTiles(round_up(problem.q_len * problem.group, 8), kv_tile, stages, splits)
 
 
-EACH_RUN = {("3 queries, group of 5", 1), ("2 queries, offset", 2), ("lengths", 5), ("2 queries, sinks", 1)}
+EACH_RUN = {("3 queries, group of 7", 1), ("2 queries, offset", 2), ("lengths", 5), ("2 queries, sinks", 1)}
 
 
 @pytest.mark.parametrize(("name", "splits"), some_each_run(itertools.product(CASES, (1, 2, 5)), EACH_RUN))
 def test_as_the_reference(name, splits):
     problem, inputs, aux = CASES[name].prepare()
-    assert takes(problem)
+    assert takes(dataclasses.replace(problem, batch=512))
     tiles = tiles_of(problem, splits)
     got = simulate(lambda inputs: hopper_few_rows.attend(problem, inputs, aux, tiles), inputs).check()
     assert_forward(got, problem, inputs, aux)

@@ -11,7 +11,10 @@ from fast_layers.ops.attention.problem import Problem
 
 _EIGHT = 8
 """Columns of wgmma's products come in multiples of it."""
-_MOST_COLUMNS = 16
+_MOST_COLUMNS = 32
+_COLUMNS_ALONE, _MANY_BLOCKS, _DEPTH_OF_MANY = 16, 512, 128
+"""Of more columns a step takes longer to compute than to load, which others hide where several blocks share an SM: from
+so many on, and up to this depth."""
 _RESERVED_BYTES = 1 << 10
 """Of an SM's shared memory, for each block."""
 _STEP_BYTES = 32 << 10
@@ -34,8 +37,10 @@ def takes(problem: Problem) -> bool:
     """Whether the call has few queries with few heads to a key/value head, of depths in whole tiles, and nothing for
     each score."""
     p = problem
+    blocks, depth = p.batch * p.kv_heads, max(p.qk_dim, p.v_dim)
+    most = _MOST_COLUMNS if blocks >= _MANY_BLOCKS and depth <= _DEPTH_OF_MANY else _COLUMNS_ALONE
     whole = p.qk_dim % SWIZZLED_COLUMNS == p.v_dim % SWIZZLED_COLUMNS == 0
-    return p.q_len * p.group <= _MOST_COLUMNS and whole and not p.per_score
+    return p.q_len * p.group <= most and whole and not p.per_score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +98,8 @@ class HopperFewRowsTiles:
         bytes_per_key = 2 * (p.qk_dim + p.v_dim)
         kv_tile = 128 if 128 * bytes_per_key <= _STEP_BYTES else 64
         many = p.batch * p.heads >= _MANY_ROUNDS * HOPPER_SMS
-        stages = 2 if many or kv_tile * bytes_per_key > _STEP_BYTES else 3
-        tiles = cls(round_up(p.q_len, _EIGHT), kv_tile, stages)
+        columns = round_up(p.q_len, _EIGHT)
+        narrow = columns <= _COLUMNS_ALONE and kv_tile * bytes_per_key <= _STEP_BYTES
+        tiles = cls(columns, kv_tile, stages=3 if narrow and not many else 2)
         most = min(_MOST_SPLITS, math.ceil(p.kv_len / kv_tile))
         return min((dataclasses.replace(tiles, splits=n) for n in range(1, most + 1)), key=lambda x: x._duration(p))

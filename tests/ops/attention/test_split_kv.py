@@ -71,6 +71,9 @@ def test_chosen_tiles_fit_in_shared_memory(depths, batch, q_len):
         pytest.param({"q_len": 4}, True, id="16 rows: four queries of four heads"),
         pytest.param({"q_len": 16, "kv_heads": 32}, True, id="16 queries, no group"),
         pytest.param({"q_len": 5}, False, id="20 rows: five queries of four heads"),
+        pytest.param({"q_len": 8, "batch": 64}, True, id="32 rows of many blocks"),
+        pytest.param({"q_len": 9, "batch": 64}, False, id="36 rows"),
+        pytest.param({"q_len": 8, "batch": 64, "v_dim": 192}, False, id="32 deeper rows"),
         pytest.param({"dropout_rate": 0.1}, False, id="dropout"),
         pytest.param({"bias": (1, 32, 1, 16384)}, False, id="a bias"),
     ],
@@ -95,6 +98,7 @@ def test_what_the_kernel_of_few_rows_takes(changes, taken):
         pytest.param({"batch": 64, "kv_len": 1024}, (64, 3, 1), id="four rounds"),
         pytest.param({"batch": 128, "kv_len": 2048}, (64, 2, 1), id="three blocks on an SM"),
         pytest.param({"heads": 1, "kv_len": 65536}, (64, 3, 64), id="one head"),
+        pytest.param({"batch": 64, "q_len": 24}, (64, 2, 1), id="32 columns"),
         pytest.param({"qk_dim": 64, "v_dim": 64}, (128, 3, 16), id="depth 64: steps of as many bytes"),
         pytest.param({"qk_dim": 256, "v_dim": 256, "heads": 4}, (64, 2, 32), id="depth 256"),
     ],
@@ -105,7 +109,7 @@ def test_tiles_of_few_rows(changes, wanted):
 
 
 @pytest.mark.parametrize("depths", [(64, 64), (64, 256), (192, 128), (256, 256)])
-@pytest.mark.parametrize("columns", [8, 16])
+@pytest.mark.parametrize("columns", [8, 16, 32])
 @pytest.mark.parametrize("batch", [1, 128])
 def test_tiles_of_few_rows_fit_in_shared_memory(depths, columns, batch):
     tiles = HopperFewRowsTiles.of(problem(batch=batch, q_len=columns, qk_dim=depths[0], v_dim=depths[1]))
@@ -116,7 +120,7 @@ def test_tiles_of_few_rows_fit_in_shared_memory(depths, columns, batch):
     ("changes", "named"),
     [
         ({"columns": 12}, "columns"),
-        ({"columns": 32}, "columns"),
+        ({"columns": 40}, "columns"),
         ({"kv_tile": 96}, "kv_tile"),
         ({"stages": 0}, "stages"),
         ({"splits": 0}, "splits"),
