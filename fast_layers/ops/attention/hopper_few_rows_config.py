@@ -96,10 +96,11 @@ class HopperFewRowsTiles:
         """For the problem as the kernel sees it, with heads packed into rows."""
         p = problem
         bytes_per_key = 2 * (p.qk_dim + p.v_dim)
-        kv_tile = 128 if 128 * bytes_per_key <= _STEP_BYTES else 64
-        many = p.batch * p.heads >= _MANY_ROUNDS * HOPPER_SMS
         columns = round_up(p.q_len, _EIGHT)
-        narrow = columns <= _COLUMNS_ALONE and kv_tile * bytes_per_key <= _STEP_BYTES
-        tiles = cls(columns, kv_tile, stages=3 if narrow and not many else 2)
+        narrow = columns <= _COLUMNS_ALONE
+        kv_tile = 128 if narrow and 128 * bytes_per_key <= _STEP_BYTES else 64
+        many = p.batch * p.heads >= _MANY_ROUNDS * HOPPER_SMS
+        stages = 3 if narrow and not many and kv_tile * bytes_per_key <= _STEP_BYTES else 2
+        tiles = cls(columns, kv_tile, stages)
         most = min(_MOST_SPLITS, math.ceil(p.kv_len / kv_tile))
         return min((dataclasses.replace(tiles, splits=n) for n in range(1, most + 1)), key=lambda x: x._duration(p))

@@ -99,6 +99,9 @@ def test_what_the_kernel_of_few_rows_takes(changes, taken):
         pytest.param({"batch": 128, "kv_len": 2048}, (64, 2, 1), id="three blocks on an SM"),
         pytest.param({"heads": 1, "kv_len": 65536}, (64, 3, 64), id="one head"),
         pytest.param({"batch": 64, "q_len": 24}, (64, 2, 1), id="32 columns"),
+        pytest.param(
+            {"batch": 64, "q_len": 32, "qk_dim": 64, "v_dim": 64}, (64, 2, 1), id="depth 64, 32 columns: short steps"
+        ),
         pytest.param({"qk_dim": 64, "v_dim": 64}, (128, 3, 16), id="depth 64: steps of as many bytes"),
         pytest.param({"qk_dim": 256, "v_dim": 256, "heads": 4}, (64, 2, 32), id="depth 256"),
     ],
