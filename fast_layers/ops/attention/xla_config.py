@@ -13,16 +13,18 @@ _SMALLEST_TILE = 64
 
 @dataclasses.dataclass(frozen=True)
 class _Budget:
-    """`scores`: of one tile, over batch and heads; `tile`: its largest side."""
+    """`scores`: of one tile, over batch and heads; `tile`: its largest side; `rows`: few queries are filled up to a
+    multiple of it."""
 
     scores: int
     tile: int
+    rows: int
 
 
 # A core's share of the cache (2 MiB of float32); measured, see bench/NOTES.md.
-_CPU = _Budget(scores=1 << 19, tile=256)
+_CPU = _Budget(scores=1 << 19, tile=256, rows=1)
 # Few and large steps, since each launches several kernels: 128 MiB of float32. A guess, never timed on a GPU or TPU.
-_ACCELERATOR = _Budget(scores=1 << 25, tile=1024)
+_ACCELERATOR = _Budget(scores=1 << 25, tile=1024, rows=8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ class XlaTiles:
             cells = max(problem.batch * problem.heads, 1)
             while tile > _SMALLEST_TILE and cells * tile * tile > budget.scores:
                 tile //= 2
-        return cls(q_tile=_fit(problem.q_len, tile, 8), kv_tile=_fit(problem.kv_len, tile, KEYS_PER_BLOCK))
+        return cls(q_tile=_fit(problem.q_len, tile, budget.rows), kv_tile=_fit(problem.kv_len, tile, KEYS_PER_BLOCK))
 
 
 def _fit(length: int, tile: int, multiple: int) -> int:
