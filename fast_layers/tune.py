@@ -37,7 +37,7 @@ from fast_layers.ops.attention.hopper_bwd_config import (
     HopperBackwardTiles,
     HopperDeepBackwardTiles,
 )
-from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
+from fast_layers.ops.attention.hopper_fwd_config import FEW_ROWS, HopperForwardTiles
 from fast_layers.ops.attention.kernel_call import MAX_DEPTH
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals
 from fast_layers.testing import parity
@@ -106,6 +106,11 @@ def _unusable(arguments: Any, path: Path) -> str | None:
     if min(*a.lengths, a.tokens) < 1 or min(a.depths) < 1 or max(a.depths) > MAX_DEPTH:
         given = f"--lengths {a.lengths}, --tokens {a.tokens} and --depths {a.depths}"
         return f"{given}: lengths and tokens must be at least 1, depths from 1 to {MAX_DEPTH}"
+    if "forward" in a.passes and min(a.lengths) <= FEW_ROWS:
+        return (
+            f"--lengths {a.lengths}: a forward of up to {FEW_ROWS} queries follows a rule and reads no table; take "
+            "longer ones, or --passes backward"
+        )
     path = path.resolve()  # a link to no file yet would else be removed with the file that the trial makes
     is_new = not path.exists()
     try:

@@ -20,6 +20,8 @@ from fast_layers.ops.attention.config import (
 from fast_layers.ops.attention.kernel_operands import padded_depth
 from fast_layers.ops.attention.problem import Problem
 
+FEW_ROWS = 64
+"""Of one wgmma: calls of no more follow a rule of their own, whatever was measured."""
 _DEEPEST_RING = 8
 _FEW_ROWS_RING_BYTES = 96 << 10
 """Of keys and values on their way to a block of few rows, at the depths where an H200 was timed: bench/NOTES.md."""
@@ -188,7 +190,7 @@ class HopperForwardTiles:
         `measured` stands in for the rule where there are enough rows to fill the GPU.
         """
         p = problem
-        if p.q_len <= 64:
+        if p.q_len <= FEW_ROWS:
             return cls._of_few_rows(p)
         another_order = measured is not None and measured.last_keys_first and not measured.one_ragged_tile(p)
         another_way_out = measured is not None and measured.out_by_values and not _out_by_values_pays(p)

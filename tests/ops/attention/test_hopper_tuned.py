@@ -375,6 +375,11 @@ class TestTune:
         assert "must be at least 1, depths from 1 to 256" in capsys.readouterr().out
         assert not user_file.exists()
 
+    def test_lengths_that_read_no_table_are_told(self, capsys, user_file):
+        assert main(["tune", "attention", "--lengths", "64", "1024"]) == 1
+        assert "--lengths [64, 1024]: a forward of up to 64 queries" in capsys.readouterr().out
+        assert not user_file.exists()
+
     def test_a_table_that_cannot_be_written_is_told_before_anything_is_timed(self, capsys, tmp_path):
         (tmp_path / "file").write_text("")
         assert main(["tune", "attention", "--out", str(tmp_path / "file" / "table.json")]) == 1
