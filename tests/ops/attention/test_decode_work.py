@@ -1,4 +1,4 @@
-"""A decode step reads the filled part of a cache, not its capacity."""
+"""A decode step reads the filled part of a cache, not its capacity, and computes no rows that nobody asked for."""
 
 from __future__ import annotations
 
@@ -43,6 +43,12 @@ def cache_sized(jaxpr) -> list:
         if equation.primitive.name not in calls
         and any(math.prod(getattr(out.aval, "shape", ())) >= size for out in equation.outvars)
     ]
+
+
+def test_one_query_is_one_row():
+    every = equations(jax.make_jaxpr(decode)(*operands()).jaxpr, inside_loops=True)
+    scores, out = (getattr(e.outvars[0].aval, "shape", ()) for e in every if e.primitive.name == "dot_general")
+    assert scores[:4] == out[:4] == (1, HEADS, 1, 1)
 
 
 def test_nothing_outside_the_loop_is_as_large_as_the_cache():
