@@ -83,15 +83,16 @@ def _forward(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux):
     one_q_tile = isinstance(p.q_len, int) and p.q_len <= tiles.q_tile
     tiled = _tile(p, tiles, inputs, aux, kv_heads_first=not one_q_tile)
     loops = _loops(p, tiles, tiled, transposed=False)
+    seen_by_all = _seen_by_all(p, tiled) if one_q_tile and tiles.asks_each_tile else None
     q_rows, rows = tiles.q_tile, (p.batch, p.kv_heads, p.group, tiles.q_tile)
     like = functools.partial(vary_over, axes=varying_axes(tiled.query))
 
     def attend_q_tile(i, out_and_lse):
         query = _slice(tiled.query, i, q_rows, 3)
 
-        def attend_kv_tile(j, state):
+        def attend_kv_tile(j, state, mends=True):
             row_max, row_sum, acc = state
-            key, value = _kv_tile(tiles, tiled, j)
+            key, value = _kv_tile(tiles, tiled, j, mends)
             scores = _einsum(p, "bkgqh,bksh->bkgqs", query, key)
             scores, _ = _mask_scores(p, tiles, tiled, scores, i, j)
             new_max = jnp.maximum(row_max, scores.max(-1))
@@ -104,12 +105,18 @@ def _forward(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux):
             acc = acc * rescale[..., None] + _einsum(p, "bkgqs,bksv->bkgqv", weights.astype(p.dtype), value)
             return new_max, row_sum, acc
 
+        def visit_kv_tile(j, state):
+            if seen_by_all is None:
+                return attend_kv_tile(j, state)
+            is_seen = (seen_by_all.first <= j * tiles.kv_tile) & ((j + 1) * tiles.kv_tile <= seen_by_all.last)
+            return lax.cond(is_seen, functools.partial(attend_kv_tile, mends=False), attend_kv_tile, j, state)
+
         empty = (
             like(jnp.full(rows, -jnp.inf, p.accumulator_dtype)),
             like(jnp.zeros(rows, p.accumulator_dtype)),
             like(jnp.zeros((*rows, p.v_dim), p.accumulator_dtype)),
         )
-        row_max, row_sum, acc = lax.fori_loop(*_span(loops.inner, i, loops.num_kv_tiles), attend_kv_tile, empty)
+        row_max, row_sum, acc = lax.fori_loop(*_span(loops.inner, i, loops.num_kv_tiles), visit_kv_tile, empty)
         sees_none = row_sum == 0  # not by row_max: XLA's CPU maximum may pass over NaN
         if inputs.sinks is not None:
             row_max, row_sum, acc = _add_sink(p, inputs.sinks, row_max, row_sum, acc)
@@ -315,11 +322,13 @@ def _nan_safe(key: Array, value: Array) -> tuple[Array, Array]:
     return finite_or_zero(key) + poison(key, value)[..., None], finite_or_zero(value)
 
 
-def _kv_tile(tiles: XlaTiles, tiled: _Tiled, j) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:
-    """Poisoned keys and clean values of one tile."""
+def _kv_tile(tiles: XlaTiles, tiled: _Tiled, j, mends=True) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:
+    """Poisoned keys and clean values of one tile, or as they are where no row has any hidden."""
     if tiled.kv_heads_first:
         return _slice(tiled.key, j, tiles.kv_tile, 2), _slice(tiled.value, j, tiles.kv_tile, 2)
-    key, value = _nan_safe(_slice(tiled.key, j, tiles.kv_tile, 1), _slice(tiled.value, j, tiles.kv_tile, 1))
+    key, value = _slice(tiled.key, j, tiles.kv_tile, 1), _slice(tiled.value, j, tiles.kv_tile, 1)
+    if mends:
+        key, value = _nan_safe(key, value)
     return key.swapaxes(1, 2), value.swapaxes(1, 2)
 
 
@@ -334,6 +343,23 @@ def _loops(p: Problem, tiles: XlaTiles, tiled: _Tiled, *, transposed: bool) -> _
     hull = KvRange(*_over_vmap(*KvRange.of(start, stop, tiles.q_tile).over_batch()))
     visits = hull.transpose(tiles.kv_tile, num_kv_tiles) if transposed else hull.key_tiles(tiles.kv_tile)
     return _Loops(num_q_tiles, num_kv_tiles, TileRange(visits.first[0], visits.last[0]))
+
+
+class _Keys(NamedTuple):
+    """Half-open range of keys."""
+
+    first: Int[Array, ""]
+    last: Int[Array, ""]
+
+
+def _seen_by_all(p: Problem, tiled: _Tiled) -> _Keys | None:
+    """Keys that no row has hidden; None where more than rows' intervals hides any."""
+    if tiled.query_segments is not None or tiled.dense is not None:
+        return None
+    first = jnp.int32(0) if tiled.start is None else tiled.start.max()
+    last = jnp.int32(p.kv_len) if tiled.stop is None else tiled.stop.min()
+    # What all of a `vmap` see: the greatest first and the least last, where a hull has the others.
+    return _Keys(*(-x for x in _over_vmap(-first, -last)))
 
 
 @custom_vmap

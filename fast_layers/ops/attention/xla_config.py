@@ -33,6 +33,9 @@ class XlaTiles:
 
     q_tile: int
     kv_tile: int
+    asks_each_tile: bool = False
+    """Whether a single tile of queries asks of each tile of keys if any is hidden, and if not spares what keeps NaN of
+    hidden keys away. That is a branch, for which a GPU would wait for the host."""
 
     def __post_init__(self):
         if self.q_tile < 1:
@@ -48,7 +51,11 @@ class XlaTiles:
             cells = max(problem.batch * problem.heads, 1)
             while tile > _SMALLEST_TILE and cells * tile * tile > budget.scores:
                 tile //= 2
-        return cls(q_tile=_fit(problem.q_len, tile, budget.rows), kv_tile=_fit(problem.kv_len, tile, KEYS_PER_BLOCK))
+        return cls(
+            q_tile=_fit(problem.q_len, tile, budget.rows),
+            kv_tile=_fit(problem.kv_len, tile, KEYS_PER_BLOCK),
+            asks_each_tile=arch.platform == "cpu",
+        )
 
 
 def _fit(length: int, tile: int, multiple: int) -> int:

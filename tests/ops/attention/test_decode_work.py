@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import fast_layers
 from fast_layers.arch import Arch
@@ -47,11 +48,31 @@ def cache_sized(jaxpr) -> list:
     ]
 
 
-def test_one_query_is_one_row_on_a_cpu(monkeypatch):
+@pytest.fixture
+def on_a_cpu(monkeypatch):
     monkeypatch.setattr(xla, "lowering_targets", lambda: (Arch("cpu"),))
+
+
+def test_one_query_is_one_row(on_a_cpu):
     every = equations(jax.make_jaxpr(decode)(*operands()).jaxpr, inside_loops=True)
-    scores, out = (getattr(e.outvars[0].aval, "shape", ()) for e in every if e.primitive.name == "dot_general")
-    assert scores[:4] == out[:4] == (1, HEADS, 1, 1)
+    products = [getattr(e.outvars[0].aval, "shape", ()) for e in every if e.primitive.name == "dot_general"]
+    assert products
+    assert all(shape[:4] == (1, HEADS, 1, 1) for shape in products)
+
+
+def test_tiles_without_hidden_keys_are_not_made_safe(on_a_cpu):
+    """By a branch, also where calls under `vmap` have offsets of their own."""
+    query, key, value, filled = operands()
+    each = jax.vmap(decode, in_axes=(0, 0, 0, 0))
+    mapped = (*(jnp.stack([x, x]) for x in (query, key, value)), jnp.stack([filled, 2 * filled]))
+    for call, arguments in ((decode, operands()), (each, mapped)):
+        branches = [
+            [e.primitive.name for e in equations(branch.jaxpr, inside_loops=True)]
+            for equation in equations(jax.make_jaxpr(call)(*arguments).jaxpr, inside_loops=True)
+            if equation.primitive.name == "cond"
+            for branch in equation.params["branches"]
+        ]
+        assert [any("is_finite" in name for name in branch) for branch in branches] == [True, False]
 
 
 def test_nothing_outside_the_loop_is_as_large_as_the_cache():
