@@ -83,7 +83,7 @@ def _forward(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux):
     one_q_tile = isinstance(p.q_len, int) and p.q_len <= tiles.q_tile
     tiled = _tile(p, tiles, inputs, aux, kv_heads_first=not one_q_tile)
     loops = _loops(p, tiles, tiled, transposed=False)
-    seen_by_all = _seen_by_all(p, tiled) if one_q_tile and tiles.asks_each_tile else None
+    seen_by_all = _seen_by_all(p, tiles, tiled) if one_q_tile and tiles.asks_each_tile else None
     q_rows, rows = tiles.q_tile, (p.batch, p.kv_heads, p.group, tiles.q_tile)
     like = functools.partial(vary_over, axes=varying_axes(tiled.query))
 
@@ -108,7 +108,7 @@ def _forward(p: Problem, tiles: XlaTiles, inputs: Inputs, aux: Aux):
         def visit_kv_tile(j, state):
             if seen_by_all is None:
                 return attend_kv_tile(j, state)
-            is_seen = (seen_by_all.first <= j * tiles.kv_tile) & ((j + 1) * tiles.kv_tile <= seen_by_all.last)
+            is_seen = (seen_by_all.first <= j) & (j < seen_by_all.last)
             return lax.cond(is_seen, functools.partial(attend_kv_tile, mends=False), attend_kv_tile, j, state)
 
         empty = (
@@ -345,21 +345,15 @@ def _loops(p: Problem, tiles: XlaTiles, tiled: _Tiled, *, transposed: bool) -> _
     return _Loops(num_q_tiles, num_kv_tiles, TileRange(visits.first[0], visits.last[0]))
 
 
-class _Keys(NamedTuple):
-    """Half-open range of keys."""
-
-    first: Int[Array, ""]
-    last: Int[Array, ""]
-
-
-def _seen_by_all(p: Problem, tiled: _Tiled) -> _Keys | None:
-    """Keys that no row has hidden; None where more than rows' intervals hides any."""
+def _seen_by_all(p: Problem, tiles: XlaTiles, tiled: _Tiled) -> TileRange | None:
+    """The tiles of whose keys no row has any hidden; None where more than rows' intervals hides some."""
     if tiled.query_segments is not None or tiled.dense is not None:
         return None
     first = jnp.int32(0) if tiled.start is None else tiled.start.max()
     last = jnp.int32(p.kv_len) if tiled.stop is None else tiled.stop.min()
     # What all of a `vmap` see: the greatest first and the least last, where a hull has the others.
-    return _Keys(*(-x for x in _over_vmap(-first, -last)))
+    first, last = (-x for x in _over_vmap(-first, -last))
+    return TileRange(_count(first, tiles.kv_tile), last // tiles.kv_tile)
 
 
 @custom_vmap

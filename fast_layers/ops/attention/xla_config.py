@@ -35,7 +35,7 @@ class XlaTiles:
     kv_tile: int
     asks_each_tile: bool = False
     """Whether a single tile of queries asks of each tile of keys if any is hidden, and if not spares what keeps NaN of
-    hidden keys away. That is a branch, for which a GPU would wait for the host."""
+    hidden keys away. Timed on a CPU alone."""
 
     def __post_init__(self):
         if self.q_tile < 1:
