@@ -18,8 +18,13 @@ THREADS = 128
 
 
 def simulate_by(fn: Any, stand_in: Any) -> None:
-    """What the simulator has `fn` do: of a reference's numbers if it returns some, else of the arrays behind it."""
+    """What the simulator has `fn` do: of a reference's numbers, if it returns some, and of the arrays behind it."""
     fn.simulated = stand_in
+
+
+def simulate_in_block(fn: Any, rank: int) -> None:
+    """Has the simulator read the reference of another block of the cluster."""
+    fn.simulated_block = rank
 
 
 def thread() -> Any:

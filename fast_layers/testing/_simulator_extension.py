@@ -218,9 +218,10 @@ def _tma_load(interpreter, eqn, token, invals):
 
 
 def _inline_mgpu(interpreter, eqn, token, invals):
-    """By the function's `simulated`, if it has one: of the numbers in the reference that comes first it makes what is
-    returned, or of the arrays behind it what is stored there."""
-    simulated = getattr(eqn.params["mgpu_fn"], "simulated", None)
+    """By the function's `simulated`, if it has one: of the numbers in the reference that comes first, or in another
+    block's, and of the arrays behind it it makes what is returned, or of the arrays alone what is stored there."""
+    fn = eqn.params["mgpu_fn"]
+    simulated, block = getattr(fn, "simulated", None), getattr(fn, "simulated_block", None)
     if simulated is None:
         return interpreter._interpret_inline_mgpu_p(eqn, token, lambda: invals)
     count = eqn.params["pytree_args"].num_leaves
@@ -230,6 +231,8 @@ def _inline_mgpu(interpreter, eqn, token, invals):
     stored = [] if eqn.outvars else [simulated(*arrays)]
     numbers: Any = stored[0].aval if stored else state_types.transform_type(transforms, aval)
     ref, transforms = jaxpr_interpret.resolve_ref(aval, ref, transforms)
+    if block is not None:
+        ref = machine.array_in_block(ref, block)
     call = functools.partial(
         gpu_callbacks.call_swap if stored else gpu_callbacks.call_get,
         token=token,
@@ -244,7 +247,7 @@ def _inline_mgpu(interpreter, eqn, token, invals):
         token, _ = call(val=stored[0], mask=None)
         return token, []
     token, found = call()
-    return token, [simulated(found)]
+    return token, [simulated(found, *arrays)]
 
 
 def _get_global(interpreter, eqn, token, invals):

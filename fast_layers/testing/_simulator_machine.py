@@ -230,6 +230,12 @@ def in_block(key: Key, block: int) -> Key:
     return dataclasses.replace(key, block_id=block)
 
 
+def array_in_block(key: Any, block: int) -> Any:
+    """As `in_block`, of a key as an array."""
+    names = [field.name for field in dataclasses.fields(Key)]
+    return key.at[names.index("block_id")].set(block)
+
+
 def call_host(interpreter: Any, eqn: Any, fn: Callable[..., Any], token: Any, results: Any = None, **operands: Any):
     """Run `fn` on the host, in order, as the interpreter's thread. Returns the token, and `results` if asked for."""
     shapes = gpu_callbacks.TOKEN_SHAPE_DTYPE

@@ -59,26 +59,44 @@ CASES = {
 }
 
 
-def tiles_of(problem, splits: int) -> HopperFewRowsTiles:
-    """Steps of both sizes, slots that are used again and such that are more than the steps."""
-    kv_tile, stages = {1: (64, 2), 2: (128, 2), 5: (64, 3)}[splits]
-    return HopperFewRowsTiles(round_up(problem.q_len * problem.group, 8), kv_tile, stages, splits)
+# Steps of both sizes, slots that are used again and such that are more than the steps.
+TILES = {
+    "whole": (64, 2, 1, False),
+    "2 parts": (128, 2, 2, False),
+    "5 parts": (64, 3, 5, False),
+    "2 in a cluster": (64, 2, 2, True),
+    "8 in a cluster": (128, 3, 8, True),
+}
 
 
-EACH_RUN = {("3 queries, group of 7", 1), ("2 queries, offset", 2), ("lengths", 5), ("2 queries, sinks", 1)}
+def tiles_of(problem, name: str) -> HopperFewRowsTiles:
+    return HopperFewRowsTiles(round_up(problem.q_len * problem.group, 8), *TILES[name])
 
 
-@pytest.mark.parametrize(("name", "splits"), some_each_run(itertools.product(CASES, (1, 2, 5)), EACH_RUN))
-def test_as_the_reference(name, splits):
+EACH_RUN = {
+    ("3 queries, group of 7", "whole"),
+    ("2 queries, offset", "2 parts"),
+    ("lengths", "5 parts"),
+    ("2 queries, sinks", "whole"),
+    ("2 queries, sinks", "2 in a cluster"),
+    ("3 queries, group of 5", "8 in a cluster"),
+    ("depths 64 and 192", "2 in a cluster"),
+}
+
+
+@pytest.mark.parametrize(("name", "tiles_name"), some_each_run(itertools.product(CASES, TILES), EACH_RUN))
+def test_as_the_reference(name, tiles_name):
     problem, inputs, aux = CASES[name].prepare()
     assert takes(dataclasses.replace(problem, batch=512))
-    tiles = tiles_of(problem, splits)
+    tiles = tiles_of(problem, tiles_name)
     got = simulate(lambda inputs: hopper_few_rows.attend(problem, inputs, aux, tiles), inputs).check()
     assert_forward(got, problem, inputs, aux)
 
 
-@pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_under_vmap(splits):
+@pytest.mark.parametrize(
+    "tiles_name", ["whole", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("2 parts", "2 in a cluster"))]
+)
+def test_under_vmap(tiles_name):
     """Each call of its own keys and offset."""
     _, inputs, _ = Case(q_len=2, kv_len=256, batch=2).prepare()
     operands = inputs.query, inputs.key, inputs.value
@@ -86,7 +104,7 @@ def test_under_vmap(splits):
     def attend(q_offset, *operands):
         inputs, aux, options, _ = api._prepare(*operands, is_causal=True, q_offset=q_offset)
         problem = options.problem(inputs, aux)
-        return hopper_few_rows.attend(problem, inputs, aux, tiles_of(problem, splits))
+        return hopper_few_rows.attend(problem, inputs, aux, tiles_of(problem, tiles_name))
 
     offsets = lengths(100, 7)
     each = jax.vmap(lambda q_offset, *operands: attend(q_offset, *(x[None] for x in operands)))
@@ -103,7 +121,7 @@ def test_what_a_broken_key_breaks(broken):
     problem, inputs, aux = Case(q_len=2, kv_len=512, options=options).prepare()
     for key, reached in ((399, [0, 1]), (400, [1]), (401, [])):
         given = inputs._replace(value=inputs.value.at[0, key, 0, 3].set(broken))
-        attend = simulate(lambda inputs: hopper_few_rows.attend(problem, inputs, aux, tiles_of(problem, 1)), given)
+        attend = simulate(lambda inputs: hopper_few_rows.attend(problem, inputs, aux, tiles_of(problem, "whole")), given)
         out, _ = attend.check()
         for query, of_query in enumerate(out[0]):
             assert not jnp.isfinite(of_query[:, 3]).any() if query in reached else jnp.isfinite(of_query).all()

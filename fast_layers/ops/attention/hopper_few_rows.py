@@ -13,9 +13,16 @@ hide one another's latencies.
               out = out * rescale + V(j)^T P^T       frees consumed(j)
               K, V of the step `stages` later        into the slots that all have left, waits consumed(j)
 
-A block takes the tiles of keys that the rows of one key/value head see, or with `splits` a part of them (out is
-float32 then, and `split_kv` puts the parts together), from the last on: where a mask hides keys, that is mostly in the
-last. Where one does, broken values are looked for, and mended, before the tile is multiplied.
+A block takes the tiles of keys that the rows of one key/value head see, or with `splits` a part of them, from the last
+on: where a mask hides keys, that is mostly in the last. Where one does, broken values are looked for, and mended,
+before the tile is multiplied.
+
+Parts are float32. Those `in_cluster` are put together where they are, in shared memory:
+
+    each block:  out, lse of its part -> shared memory, then all meet
+                 its rows of all blocks' parts, together -> out, lse     all meet before any ends
+
+Others go to the GPU's memory, for a kernel of `split_kv`.
 
 Sources: Dao et al., "Flash-Decoding" (2023); for turned products with few columns see `ops/mlp/hopper_few_rows.py`.
 """
@@ -32,11 +39,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from fast_layers.kernel_parts.by_column import WARPS, max_by_column, sum_by_column
 from fast_layers.kernel_parts.fragments import store_turned
 from fast_layers.kernel_parts.online_softmax import OnlineSoftmax
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile
-from fast_layers.ops.attention import packed_heads, split_kv
+from fast_layers.ops.attention import hopper_few_rows_join, packed_heads, split_kv
 from fast_layers.ops.attention.forward_parts import (
     Operands,
     Piece,
@@ -48,6 +56,7 @@ from fast_layers.ops.attention.forward_parts import (
     sinks_by_row,
 )
 from fast_layers.ops.attention.hopper_few_rows_config import HopperFewRowsTiles
+from fast_layers.ops.attention.hopper_few_rows_join import Scratch
 from fast_layers.ops.attention.hopper_fwd_scores import log2_logits
 from fast_layers.ops.attention.kernel_operands import SHARED, pad_for_tma, round_up
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem
@@ -57,8 +66,8 @@ from fast_layers.ops.attention.tile_mask import WGMMA, TileMask, has_broken_rows
 _ROWS = 64
 """Of one wgmma."""
 _BY_COLUMN = WGMMA.reduce(0)
-_EXCHANGED_BYTES = 1024
-"""By warps, of the maxima of 64 x 8 scores."""
+_REDUCTION_BYTES = 128
+"""For JAX's own reductions, of which there is but the one that looks for broken values."""
 
 
 def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperFewRowsTiles | None = None):
@@ -71,12 +80,12 @@ def attend(problem: Problem, inputs: Inputs, aux: Aux, tiles: HopperFewRowsTiles
         inputs.query,
         pad_for_tma(inputs.key, tiles.kv_tile, p.qk_dim),
         pad_for_tma(inputs.value, tiles.kv_tile, p.v_dim),
-        None if sinks is None or tiles.splits > 1 else sinks_by_row(sinks, p, tiles.columns),
+        None if sinks is None or tiles.leaves_parts else sinks_by_row(sinks, p, tiles.columns),
         mask_operand(p, form, tiles),
         LogitOperands(None, None, None),
     )
     out, lse = over_batch(functools.partial(_launch, tiles, problem.group), SHARED)(p, operands)
-    if sinks is not None and tiles.splits > 1:
+    if sinks is not None and tiles.leaves_parts:
         out, lse = split_kv.join_sinks(out, lse, sinks)
     return out.astype(problem.dtype), lse
 
@@ -93,17 +102,27 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
     def attention_few_rows(*refs, **scratch):
         inputs: Any = jax.tree.unflatten(tree, refs[: tree.num_leaves])
         out_ref, lse_ref = refs[tree.num_leaves :]
-        s = _Scratch(**scratch)
+        s = Scratch(**scratch)
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, columns, kv_tile, inputs.mask, logits)
 
         def without_keys(piece: Piece):
             see_nothing(s.lse_slot, lse_ref, piece, pl.ds(0, columns), _BY_COLUMN)
 
-        work.each_piece(mask, functools.partial(compute, mask, logits, inputs, s, out_ref, lse_ref), without_keys)
+        take = functools.partial(compute, mask, logits, inputs, s, out_ref, lse_ref)
+        if tiles.in_cluster:
+            take(piece_of_rank(mask))
+        else:
+            work.each_piece(mask, take, without_keys)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def compute(mask: TileMask, logits: TileLogits, inputs: Any, s: _Scratch, out_ref, lse_ref, piece: Piece, *_):
+    def piece_of_rank(mask: TileMask) -> Piece:
+        block = lax.axis_index("block")
+        example, head = lax.div(block, p.heads), lax.rem(block, p.heads)
+        span = mask.key_span(example, 0).part(lax.axis_index("rank"), splits)
+        return Piece(example, head, 0, example, span)
+
+    def compute(mask: TileMask, logits: TileLogits, inputs: Any, s: Scratch, out_ref, lse_ref, piece: Piece, *_):
         span, rows = piece.span, mask.rows(piece.example, 0, columns, 1)
 
         def load(i):
@@ -133,7 +152,7 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
             scores, to_log2 = log2_logits(p, logits, scores, at)
             if mask.hides:
                 scores = lax.cond(span.ragged(j), lambda x: mask.hide(x, rows=rows, **at), lambda x: x, scores)
-            state, weights, rescale = state.step(scores, to_log2)
+            state, weights, rescale = state.step(scores, to_log2, s.exchange)
             s.weight_slot.T[...] = weights.astype(p.dtype)
             plgpu.commit_smem()
 
@@ -163,14 +182,18 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
         plgpu.commit_smem()
         nothing = plgpu.layout_cast(jnp.zeros((v_dim, columns), jnp.float32), WGMMA)
         state, out = lax.fori_loop(0, span.tiles, step, (_ColumnSoftmax.start(columns), nothing))
-        state = state.whole()
-        if inputs.sinks is not None:
+        state = state.whole(s.exchange)
+        if inputs.sinks is not None and not tiles.in_cluster:
             state, rescale = join_sink(state, inputs.sinks, piece, pl.ds(0, columns), _BY_COLUMN)
             out = out * _by_column(rescale, v_dim)
         normaliser, lse = state.finish()
-        store_turned(s.out_slot, (out * _by_column(normaliser, v_dim)).astype(work.out_dtype))
+        out_slot = s.out_slot.at[:, pl.ds(0, v_dim)] if tiles.in_cluster else s.out_slot
+        store_turned(out_slot, (out * _by_column(normaliser, v_dim)).astype(work.out_dtype))
         s.lse_slot[...] = lse
         plgpu.commit_smem()
+        if tiles.in_cluster:
+            hopper_few_rows_join.join(p, tiles, group, s, inputs.sinks, piece, out_ref, lse_ref)
+            return
         plgpu.copy_smem_to_gmem(s.lse_slot, lse_ref.at[piece.out_index, piece.head])
         if splits > 1:
             to = out_ref.at[piece.out_index, pl.ds(0, p.q_len), piece.head, pl.ds(0, v_dim)]
@@ -179,36 +202,48 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
             for t in range(queries):
                 plgpu.copy_smem_to_gmem(s.out_slot.at[pl.ds(t * group, group)], out_ref.at[piece.example, t, heads])
 
-    out_shape = (p.batch, queries, p.heads * group, v_dim)
-    if splits > 1:
-        out_shape = (p.batch * splits, p.q_len, p.heads, round_up(v_dim, split_kv.COLUMNS))
+    out_shape, parts = (p.batch, queries, p.heads * group, v_dim), 1
+    if tiles.leaves_parts:
+        out_shape, parts = (p.batch * splits, p.q_len, p.heads, round_up(v_dim, split_kv.COLUMNS)), splits
     out, lse = plgpu.kernel(
         attention_few_rows,
         out_type=(
-            jax.ShapeDtypeStruct(out_shape, work.out_dtype),
-            jax.ShapeDtypeStruct((p.batch * splits, p.heads, columns), jnp.float32),
+            jax.ShapeDtypeStruct(out_shape, work.out_dtype if parts > 1 else p.dtype),
+            jax.ShapeDtypeStruct((p.batch * parts, p.heads, columns), jnp.float32),
         ),
-        grid=(work.blocks,),
+        grid=(work.blocks // (splits // parts),),
         grid_names=("block",),
-        scratch_types={
-            "loose_query": plgpu.SMEM((columns, qk_dim), p.dtype),
-            "q_slot": smem_tile(columns, qk_dim, dtype=p.dtype),
-            "k_slots": smem_tile(stages, kv_tile, qk_dim, dtype=p.dtype),
-            "v_slots": smem_tile(stages, kv_tile, v_dim, dtype=p.dtype),
-            "weight_slot": smem_tile(columns, kv_tile, dtype=p.dtype),
-            "out_slot": plgpu.SMEM((columns, v_dim), work.out_dtype),
-            "lse_slot": plgpu.SMEM((columns,), jnp.float32),
-            "q_ready": plgpu.Barrier(num_arrivals=queries),
-            "kv_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            "consumed": plgpu.Barrier(num_barriers=stages),
-        },
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_EXCHANGED_BYTES),
+        **({"cluster": (splits,), "cluster_names": ("rank",)} if tiles.in_cluster else {}),
+        scratch_types=_scratch_types(p, tiles, queries, work.out_dtype),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_REDUCTION_BYTES),
     )(*jax.tree.leaves(operands))
-    if splits > 1:
+    if parts > 1:
         out, lse = (x.reshape(p.batch, splits, *x.shape[1:]) for x in (out, lse))
         out = split_kv.combine_out(out, lse, p.q_len, v_dim, group, jnp.float32 if p.sinks else p.dtype)
         lse = split_kv.combine_lse(lse)
     return out, packed_heads.unpack_lse(lse[..., : p.q_len], group)
+
+
+def _scratch_types(p: Problem, tiles: HopperFewRowsTiles, queries: int, out_dtype: Any) -> dict[str, Any]:
+    """Of `Scratch`."""
+    columns, kv_tile, stages = tiles.columns, tiles.kv_tile, tiles.stages
+    types = {
+        "loose_query": plgpu.SMEM((columns, p.qk_dim), p.dtype),
+        "q_slot": smem_tile(columns, p.qk_dim, dtype=p.dtype),
+        "k_slots": smem_tile(stages, kv_tile, p.qk_dim, dtype=p.dtype),
+        "v_slots": smem_tile(stages, kv_tile, p.v_dim, dtype=p.dtype),
+        "weight_slot": smem_tile(columns, kv_tile, dtype=p.dtype),
+        "exchange": plgpu.SMEM((WARPS, columns), jnp.float32),
+        "out_slot": plgpu.SMEM((columns, tiles.out_columns(p.v_dim)), out_dtype),
+        "lse_slot": plgpu.SMEM((columns,), jnp.float32),
+        "q_ready": plgpu.Barrier(num_arrivals=queries),
+        "kv_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "consumed": plgpu.Barrier(num_barriers=stages),
+    }
+    if tiles.in_cluster:
+        types["row_slots"] = plgpu.SMEM((tiles.rows_joined(p.q_len), tiles.out_columns(p.v_dim)), p.dtype)
+        types["met"] = plgpu.ClusterBarrier(collective_axes=("rank",))
+    return types
 
 
 class _ColumnSoftmax(NamedTuple):
@@ -223,9 +258,9 @@ class _ColumnSoftmax(NamedTuple):
         sums = plgpu.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), WGMMA)
         return cls(plgpu.layout_cast(least, _BY_COLUMN), sums)
 
-    def step(self, scores: Float[Array, "S C"], to_log2: float):
-        """(state, weights [S, C], rescale [C])."""
-        most = jnp.maximum(self.max_log2, scores.max(axis=0) * to_log2)
+    def step(self, scores: Float[Array, "S C"], to_log2: float, exchange: Any):
+        """(state, weights [S, C], rescale [C]); `exchange` as `max_by_column` has it."""
+        most = jnp.maximum(self.max_log2, max_by_column(scores, exchange) * to_log2)
         weights = jnp.exp2(scores * to_log2 - _by_column(most, scores.shape[0]))
         rescale = jnp.exp2(self.max_log2 - most)
         sums = self.sums * _by_column(rescale, _ROWS)
@@ -233,24 +268,9 @@ class _ColumnSoftmax(NamedTuple):
             sums += weights[row : row + _ROWS]
         return _ColumnSoftmax(most, sums), weights, rescale
 
-    def whole(self) -> OnlineSoftmax:
-        return OnlineSoftmax(self.max_log2, self.sums.sum(axis=0))
+    def whole(self, exchange: Any) -> OnlineSoftmax:
+        return OnlineSoftmax(self.max_log2, sum_by_column(self.sums, exchange))
 
 
 def _by_column(x: Float[Array, " C"], rows: int) -> Float[Array, "R C"]:
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
-
-
-class _Scratch(NamedTuple):
-    """What a block holds in shared memory: tiles, and the barriers named after the event that they wait for."""
-
-    loose_query: Any
-    q_slot: Any
-    k_slots: Any
-    v_slots: Any
-    weight_slot: Any
-    out_slot: Any
-    lse_slot: Any
-    q_ready: Any
-    kv_ready: Any
-    consumed: Any

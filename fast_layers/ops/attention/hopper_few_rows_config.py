@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from fast_layers.ops.attention import split_kv
 from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS, SWIZZLED_COLUMNS
 from fast_layers.ops.attention.kernel_operands import round_up
 from fast_layers.ops.attention.problem import Problem
@@ -23,6 +24,8 @@ of two."""
 _MANY_ROUNDS = 7
 """Of a block on each SM: three on each at a time are 1 to 4 % faster then. Of fewer it depends on the last."""
 _MOST_SPLITS = HOPPER_SMS // 2
+_MOST_IN_CLUSTER = 8
+"""Blocks, that any GPU of this kind runs as a cluster (CUDA C++ Programming Guide, "Thread Block Clusters")."""
 # Measured on an H200 (bench/NOTES.md). The unit is a step's time in a block that has an SM to itself, where not all SMs
 # load.
 _ALL_SMS = 1.365
@@ -46,12 +49,14 @@ def takes(problem: Problem) -> bool:
 @dataclasses.dataclass(frozen=True)
 class HopperFewRowsTiles:
     """The kernel's shape: `columns` hold all rows of a key/value head, `kv_tile` keys a step, `stages` slots for keys
-    and values each, `splits` parts of the keys that they see, a block for each."""
+    and values each, `splits` parts of the keys that they see, a block for each. Parts `in_cluster` are put together by
+    their blocks, others by a second kernel."""
 
     columns: int
     kv_tile: int = 64
     stages: int = 2
     splits: int = 1
+    in_cluster: bool = False
 
     def __post_init__(self):
         if self.columns % _EIGHT or not 0 < self.columns <= _MOST_COLUMNS:
@@ -60,6 +65,8 @@ class HopperFewRowsTiles:
             raise ValueError(f"{self.kv_tile=} must be 64 or 128: keys are rows of wgmma's products")
         if self.stages < 1 or self.splits < 1:
             raise ValueError(f"{self.stages=} and {self.splits=} must be at least 1")
+        if self.in_cluster and not 1 < self.splits <= _MOST_IN_CLUSTER:
+            raise ValueError(f"{self.splits=} must be 2 to {_MOST_IN_CLUSTER} in a cluster")
 
     # As of other forwards, for `forward_parts`.
     blocks = 0
@@ -68,11 +75,25 @@ class HopperFewRowsTiles:
     def q_tile(self) -> int:
         return self.columns
 
+    @property
+    def leaves_parts(self) -> bool:
+        """In the GPU's memory, for a second kernel."""
+        return self.splits > 1 and not self.in_cluster
+
+    def out_columns(self, v_dim: int) -> int:
+        """Of a row of out in shared memory."""
+        return round_up(v_dim, split_kv.COLUMNS) if self.in_cluster else v_dim
+
+    def rows_joined(self, rows: int) -> int:
+        """Those that a block of a cluster puts together, of so many in all."""
+        return math.ceil(rows / self.splits)
+
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """The last for barriers, a row of lse and what warps exchange."""
         inputs = 2 * (2 * self.columns * qk_dim + self.stages * self.kv_tile * (qk_dim + v_dim))
-        out_bytes = 4 if self.splits > 1 else 2
-        return inputs + self.columns * (2 * self.kv_tile + out_bytes * v_dim) + (2 << 10)
+        out_bytes, out_columns = 4 if self.splits > 1 else 2, self.out_columns(v_dim)
+        joined = 2 * self.rows_joined(self.columns) * out_columns if self.in_cluster else 0
+        return inputs + self.columns * (2 * self.kv_tile + out_bytes * out_columns) + joined + (2 << 10)
 
     def _blocks_per_sm(self, qk_dim: int, v_dim: int) -> int:
         return (HOPPER_SMEM_BYTES + _RESERVED_BYTES) // (self.smem_bytes(qk_dim, v_dim) + _RESERVED_BYTES)

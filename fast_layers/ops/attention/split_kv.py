@@ -7,7 +7,10 @@ Source: Dao et al., "Flash-Decoding" (2023).
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,47 @@ _AT_ONCE = 16
 """Parts whose loads are on their way together."""
 
 
+class Joined(NamedTuple):
+    """Of a row, in a kernel: what the parts up to now give together."""
+
+    most_log2: Any
+    """Of the parts' lse times log2 e, a number, as is `total`: the sum of their shares, relative to it."""
+    total: Any
+    summed: Float[Array, " C"]
+    """Of their outputs times the shares, for each column."""
+
+    @classmethod
+    def start(cls, columns: int, layout: Any) -> Joined:
+        nothing = plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), layout)
+        return cls(jnp.float32(-jnp.inf), jnp.float32(0), nothing)
+
+    def join(self, lse_log2: Sequence[Any], values: Sequence[Float[Array, " C"]]) -> Joined:
+        """With more parts. Whatever the values are of one whose lse is -inf, they count as nothing."""
+        most = functools.reduce(jnp.maximum, lse_log2, self.most_log2)
+        base = zero_where_empty(most)
+        rescale = jnp.exp2(self.most_log2 - base)
+        total, summed = self.total * rescale, self.summed * self._everywhere(rescale)
+        nothing = jnp.zeros_like(summed)
+        for x, value in zip(lse_log2, values, strict=True):
+            share = jnp.exp2(x - base)
+            total += share
+            everywhere = self._everywhere(share)
+            summed += jnp.where(everywhere == 0, nothing, everywhere * value)
+        return Joined(most, total, summed)
+
+    @property
+    def out(self) -> Float[Array, " C"]:
+        return self.summed * self._everywhere(jnp.where(self.total == 0, 0.0, 1.0 / self.total))
+
+    @property
+    def lse(self) -> Any:
+        """The natural logarithm."""
+        return zero_where_empty(self.most_log2) * (1.0 / LOG2_E) + jnp.log(self.total)
+
+    def _everywhere(self, x: Any) -> Float[Array, " C"]:
+        return lax.broadcast_in_dim(x, self.summed.shape, [])
+
+
 def combine_out(
     out: Float[Array, "B P R K C"], lse: Float[Array, "B P K R"], rows: int, v_dim: int, group: int, dtype
 ) -> Float[Array, "B T N V"]:
@@ -36,8 +80,7 @@ def combine_out(
     def combine_parts(out_ref, lse_ref, combined_ref, slot):
         example, head, row = (lax.axis_index(name) for name in ("example", "head", "row"))
 
-        def some(i, carry):
-            most_log2, total, summed = carry
+        def some(i, joined):
             indices = [i * _AT_ONCE + n for n in range(_AT_ONCE)]
             within = [jnp.minimum(index, parts - 1) for index in indices]
             lse_log2 = [lse_ref[example, index, head, row] * LOG2_E for index in within]
@@ -45,33 +88,11 @@ def combine_out(
             values = [
                 plgpu.load(out_ref.at[example, index, row, head], layout=layout, optimized=False) for index in within
             ]
-            new_most = most_log2
-            for x in lse_log2:
-                new_most = jnp.maximum(new_most, x)
-            base = zero_where_empty(new_most)
-            rescale = jnp.exp2(most_log2 - base)
-            total, summed = total * rescale, summed * everywhere(rescale)
-            for x, value in zip(lse_log2, values, strict=True):
-                share = jnp.exp2(x - base)
-                total += share
-                summed += jnp.where(everywhere(share) == 0, nothing, everywhere(share) * value)
-            return new_most, total, summed
+            return joined.join(lse_log2, values)
 
-        def everywhere(x):
-            return lax.broadcast_in_dim(x, (columns,), [])
-
-        nothing = plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), layout)
-        start = (jnp.float32(-jnp.inf), jnp.float32(0), nothing)
-        _, total, summed = lax.fori_loop(0, math.ceil(parts / _AT_ONCE), some, start)
-        combined = (summed * everywhere(jnp.where(total == 0, 0.0, 1.0 / total))).astype(dtype)
-        to = combined_ref.at[example, lax.div(row, group), head * group + lax.rem(row, group)]
-        if v_dim == columns:
-            to[...] = combined
-        else:
-            slot[...] = combined
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(slot.at[pl.ds(0, v_dim)], to)
-            plgpu.wait_smem_to_gmem(0)
+        joined = lax.fori_loop(0, math.ceil(parts / _AT_ONCE), some, Joined.start(columns, layout))
+        store_row(joined.out.astype(dtype), combined_ref.at[example, *place_of_row(row, head, group)], slot)
+        plgpu.wait_smem_to_gmem(0)
 
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // COLUMNS)
     return plgpu.kernel(
@@ -82,6 +103,22 @@ def combine_out(
         scratch_types=[plgpu.SMEM((columns,), dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(out, lse)
+
+
+def place_of_row(row: Any, head: Any, group: int) -> tuple[Any, Any]:
+    """(query, query head) of a key/value head's row."""
+    return lax.div(row, group), head * group + lax.rem(row, group)
+
+
+def store_row(x: Float[Array, " C"], to: Any, slot: Any) -> None:
+    """In a kernel: as many of the columns as there are in `to`, in the GPU's memory; if not all, by way of a slot."""
+    (v_dim,) = to.shape
+    if v_dim == x.shape[0]:
+        to[...] = x
+        return
+    slot[...] = x
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(slot.at[pl.ds(0, v_dim)], to)
 
 
 def combine_lse(lse: Float[Array, "B P K R"]) -> Float[Array, "B K R"]:

@@ -1,0 +1,84 @@
+"""How the blocks of a cluster put their parts together, in attention's forward of few rows for Hopper (sm_90a).
+
+Axis letters: B batch, T queries, N query heads, K key/value heads, V value depth, C columns of rows.
+
+Each block has a part of the keys, and its out and lse in shared memory. A row is put together by one of the blocks, who
+reads it in all of them; so nothing goes through the GPU's memory, and there is no second kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fast_layers.kernel_parts import cluster_smem
+from fast_layers.kernel_parts.online_softmax import LOG2_E
+from fast_layers.ops.attention import split_kv
+from fast_layers.ops.attention.forward_parts import Piece
+from fast_layers.ops.attention.hopper_few_rows_config import HopperFewRowsTiles
+from fast_layers.ops.attention.problem import Problem
+
+
+class Scratch(NamedTuple):
+    """What a block holds in shared memory: tiles, and the barriers named after the event that they wait for."""
+
+    loose_query: Any
+    q_slot: Any
+    k_slots: Any
+    v_slots: Any
+    weight_slot: Any
+    exchange: Any
+    """What warps tell each other of columns."""
+    out_slot: Any
+    lse_slot: Any
+    q_ready: Any
+    kv_ready: Any
+    consumed: Any
+    row_slots: Any = None
+    """Of rows that this block has put together, if they leave by way of some."""
+    met: Any = None
+    """All blocks of the cluster."""
+
+
+def join(
+    p: Problem, tiles: HopperFewRowsTiles, group: int, s: Scratch, sinks: Any, piece: Piece, out_ref: Any, lse_ref: Any
+) -> None:
+    """Writes out [B, T, N, V] and lse [B, K, C] of the piece's rows; `out_slot` and `lse_slot` are committed.
+
+    `p` has `group` heads of each query as rows.
+    """
+    cluster_smem.release()
+    plgpu.barrier_arrive(s.met)
+    plgpu.barrier_wait(s.met)
+    cluster_smem.acquire()
+    rows = [lax.axis_index("rank") + i * tiles.splits for i in range(tiles.rows_joined(p.q_len))]
+    # All loads are on their way before the first is needed, also those of a row that is not there.
+    parts = [_parts(s, jnp.minimum(row, p.q_len - 1), tiles.splits) for row in rows]
+    for i, (row, (lse_log2, values)) in enumerate(zip(rows, parts, strict=True)):
+        joined = split_kv.Joined.start(s.out_slot.shape[1], cluster_smem.layout(s.out_slot.shape[1]))
+        joined = joined.join(lse_log2, values)
+        sees_none = joined.total == 0
+        if sinks is not None:
+            of_head = sinks.at[piece.example if sinks.shape[0] > 1 else 0, piece.head]
+            sink = of_head[0 if of_head.shape[0] == 1 else jnp.minimum(row, p.q_len - 1)]
+            joined = joined.join([sink * LOG2_E], [jnp.zeros_like(joined.summed)])
+
+        @pl.when(row < p.q_len)
+        def _store(i=i, row=row, joined=joined, sees_none=sees_none):
+            to = out_ref.at[piece.example, *split_kv.place_of_row(row, piece.head, group)]
+            split_kv.store_row(joined.out.astype(p.dtype), to, s.row_slots.at[i])
+            lse_ref[piece.example, piece.head, row] = jnp.where(sees_none, -jnp.inf, joined.lse)
+
+    # A block whose shared memory others read must not end.
+    plgpu.barrier_arrive(s.met)
+    plgpu.barrier_wait(s.met)
+
+
+def _parts(s: Scratch, row: Any, blocks: int) -> tuple[list[Any], list[Any]]:
+    """A row's lse times log2 e, and out, of all blocks."""
+    lse = [cluster_smem.number_of_block(s.lse_slot.at[pl.ds(row, 1)], rank) for rank in range(blocks)]
+    return [x * LOG2_E for x in lse], [cluster_smem.row_of_block(s.out_slot.at[row], rank) for rank in range(blocks)]
