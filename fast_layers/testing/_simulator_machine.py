@@ -109,6 +109,15 @@ class Machine(shared_memory.GPUSharedMemory):
         self.findings.fail(exception)
         super().set_failed(exception, failed_thread, top_level)
 
+    def buffer_shape_and_dtype(self, key: Key) -> Any:
+        try:
+            return super().buffer_shape_and_dtype(key)
+        except KeyError:
+            space = list(mosaic_core.MemorySpace)[key.memory_space_id].name
+            raise RuntimeError(
+                f"{space} of block {key.block_id} is read before the block begins, or after it ends"
+            ) from None
+
     def read(self, key: Key, access: Access, thread, logging_info=None) -> Any:
         """What a buffer holds there. Out of bounds is an error."""
         value, _, _ = self.get_buffer_content(key, access, thread, logging_info=logging_info)

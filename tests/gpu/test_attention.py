@@ -509,7 +509,7 @@ DECODING = {
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 @pytest.mark.parametrize(
-    ("queries", "kv_heads"), [(1, 2), (1, 4), (2, 4), (3, 4), (16, 4), (1, 28), (16, 28), (24, 28)]
+    ("queries", "kv_heads"), [(1, 1), (1, 2), (1, 4), (2, 4), (3, 4), (16, 4), (1, 28), (16, 28), (24, 28)]
 )
 @pytest.mark.parametrize("name", DECODING)
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cudnn"])

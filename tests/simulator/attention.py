@@ -38,6 +38,7 @@ from fast_layers.ops.attention import (
     hopper_call,
     hopper_d_query_parts,
     hopper_few_rows,
+    hopper_few_rows_join,
     hopper_fwd,
     hopper_fwd_again,
     hopper_fwd_out,
@@ -221,6 +222,7 @@ def _whole(ref: Any) -> Any:
 
 
 SHARED_PARTS = {
+    hopper_few_rows: (hopper_few_rows_join,),
     hopper_fwd: (forward_parts, hopper_fwd_again, hopper_fwd_out),
     hopper_bwd: (hopper_bwd_d_query, hopper_bwd_in_order, hopper_bwd_load, hopper_bwd_send, hopper_bwd_steps),
     hopper_bwd_apart: (hopper_d_query_parts,),

@@ -121,7 +121,9 @@ def test_what_a_broken_key_breaks(broken):
     problem, inputs, aux = Case(q_len=2, kv_len=512, options=options).prepare()
     for key, reached in ((399, [0, 1]), (400, [1]), (401, [])):
         given = inputs._replace(value=inputs.value.at[0, key, 0, 3].set(broken))
-        attend = simulate(lambda inputs: hopper_few_rows.attend(problem, inputs, aux, tiles_of(problem, "whole")), given)
+        attend = simulate(
+            lambda inputs: hopper_few_rows.attend(problem, inputs, aux, tiles_of(problem, "whole")), given
+        )
         out, _ = attend.check()
         for query, of_query in enumerate(out[0]):
             assert not jnp.isfinite(of_query[:, 3]).any() if query in reached else jnp.isfinite(of_query).all()
@@ -135,16 +137,20 @@ FAULTS = {
     "weights not committed": ("commit_smem #2", "weight_slot"),
     "slots not awaited": ("barrier_wait consumed", "k_slots"),
     "out not committed": ("commit_smem #3", "out_slot"),
+    "parts not awaited": ("barrier_wait met", "out_slot"),
 }
 
 
-@pytest.mark.parametrize("fault", some_each_run(FAULTS, {"slots not awaited", "weights not committed"}))
+@pytest.mark.parametrize(
+    "fault", some_each_run(FAULTS, {"slots not awaited", "weights not committed", "parts not awaited"})
+)
 def test_planted_fault_is_found(fault):
     event, slot = FAULTS[fault]
     problem, inputs, aux = Case(q_len=2, kv_len=512).prepare()
     stand_in = StandIn(event)
     with changed(hopper_few_rows, stand_in):
-        tiles = HopperFewRowsTiles(8)
+        joins = {"splits": 2, "in_cluster": True} if event.endswith("met") else {}
+        tiles = HopperFewRowsTiles(8, **joins)
         sim = simulate(lambda inputs: hopper_few_rows.attend(problem, inputs, aux, tiles), inputs, timeout=20.0)
     assert slot in stand_in.scratch
     assert stand_in.hits > 0, "the kernel has no such event any more"

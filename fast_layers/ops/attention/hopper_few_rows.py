@@ -233,16 +233,16 @@ def _scratch_types(p: Problem, tiles: HopperFewRowsTiles, queries: int, out_dtyp
         "k_slots": smem_tile(stages, kv_tile, p.qk_dim, dtype=p.dtype),
         "v_slots": smem_tile(stages, kv_tile, p.v_dim, dtype=p.dtype),
         "weight_slot": smem_tile(columns, kv_tile, dtype=p.dtype),
-        "exchange": plgpu.SMEM((WARPS, columns), jnp.float32),
         "out_slot": plgpu.SMEM((columns, tiles.out_columns(p.v_dim)), out_dtype),
-        "lse_slot": plgpu.SMEM((columns,), jnp.float32),
+        "by_column": plgpu.SMEM((WARPS + 1, columns), jnp.float32),
         "q_ready": plgpu.Barrier(num_arrivals=queries),
         "kv_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "consumed": plgpu.Barrier(num_barriers=stages),
     }
     if tiles.in_cluster:
-        types["row_slots"] = plgpu.SMEM((tiles.rows_joined(p.q_len), tiles.out_columns(p.v_dim)), p.dtype)
         types["met"] = plgpu.ClusterBarrier(collective_axes=("rank",))
+        if (out_columns := tiles.out_columns(p.v_dim)) > p.v_dim:
+            types["row_slots"] = plgpu.SMEM((tiles.rows_joined(p.q_len), out_columns), p.dtype)
     return types
 
 

@@ -13,9 +13,9 @@ from fast_layers.ops.attention.problem import Problem
 _EIGHT = 8
 """Columns of wgmma's products come in multiples of it."""
 _MOST_COLUMNS = 32
-_COLUMNS_ALONE, _MANY_BLOCKS, _DEPTH_OF_MANY = 16, 512, 128
-"""Of more columns a step takes longer to compute than to load, which others hide where several blocks share an SM: from
-so many on, and up to this depth."""
+_FEW_COLUMNS, _DEPTH_OF_MANY = 16, 128
+"""More columns are taken up to this depth. A step of them takes longer to compute than to load, which others hide where
+several blocks share an SM."""
 _RESERVED_BYTES = 1 << 10
 """Of an SM's shared memory, for each block."""
 _STEP_BYTES = 32 << 10
@@ -34,14 +34,25 @@ _START = 0.5
 """Of a block's first loads."""
 _SPLITTING_COST, _PARTS_AT_ONCE, _EACH_COST = 3, 16, 0.75
 """Of storing parts and putting them together, and of each so many parts of a head."""
+_JOINING_COST = 2.75
+"""Of that in a cluster; less than its kernels alone show, as the launch of a second is in none."""
+_WIDE_STEP_BYTES = 2 * _STEP_BYTES
+_WIDER, _MORE_COLUMNS = 0.29, 0.08
+"""How much longer a step takes a block that has an SM to itself, with as many keys again, and with as many columns as
+there are at least."""
+_UNEVEN = 1.1
+"""Likewise where blocks of clusters share SMs, or pairs of SMs, while others have none."""
+_NEARLY_ALL = 0.9
+"""Of the SMs, from which on pairs of blocks are on all pairs of SMs."""
+_MOST_ALONE = 64
+"""Blocks of clusters of more than two, so large that each has an SM to itself: all run at the same time."""
 
 
 def takes(problem: Problem) -> bool:
     """Whether the call has few queries with few heads to a key/value head, of depths in whole tiles, and nothing for
     each score."""
     p = problem
-    blocks, depth = p.batch * p.kv_heads, max(p.qk_dim, p.v_dim)
-    most = _MOST_COLUMNS if blocks >= _MANY_BLOCKS and depth <= _DEPTH_OF_MANY else _COLUMNS_ALONE
+    most = _MOST_COLUMNS if max(p.qk_dim, p.v_dim) <= _DEPTH_OF_MANY else _FEW_COLUMNS
     whole = p.qk_dim % SWIZZLED_COLUMNS == p.v_dim % SWIZZLED_COLUMNS == 0
     return p.q_len * p.group <= most and whole and not p.per_score
 
@@ -98,30 +109,76 @@ class HopperFewRowsTiles:
     def _blocks_per_sm(self, qk_dim: int, v_dim: int) -> int:
         return (HOPPER_SMEM_BYTES + _RESERVED_BYTES) // (self.smem_bytes(qk_dim, v_dim) + _RESERVED_BYTES)
 
-    def _duration(self, problem: Problem) -> float:
-        """In the time of a block's step."""
-        p = problem
+    def _duration(self, problem: Problem, wide: float = 1) -> float:
+        """In the time of a block's step; `wide`: how many times as long memory takes for a step as for one of
+        `_STEP_BYTES`."""
+        p, all_sms = problem, _ALL_SMS * wide
         steps = _START + math.ceil(math.ceil(p.kv_len / self.kv_tile) / self.splits)
         joining = _SPLITTING_COST + _EACH_COST * math.ceil(self.splits / _PARTS_AT_ONCE) if self.splits > 1 else 0
         blocks, per_sm = p.batch * p.heads * self.splits, self._blocks_per_sm(p.qk_dim, p.v_dim)
         if blocks <= HOPPER_SMS:
-            return max(1, _ALL_SMS * blocks / HOPPER_SMS) * steps + joining
+            return max(1, all_sms * blocks / HOPPER_SMS) * steps + joining
         full, rest = divmod(blocks, per_sm * HOPPER_SMS)
-        shared = _ALL_SMS * rest / HOPPER_SMS
+        shared = all_sms * rest / HOPPER_SMS
         # In the last round some SMs have a block more. The more rounds, the less do they begin it together.
         uneven = max(math.ceil(rest / HOPPER_SMS) - shared, 0) / (2 * (1 + full))
-        return (_ALL_SMS * per_sm * full + shared + uneven) * steps + joining
+        return (all_sms * per_sm * full + shared + uneven) * steps + joining
+
+    def _duration_in_cluster(self, problem: Problem) -> float:
+        """Likewise; of blocks that all run at the same time."""
+        p, wide = problem, self._wide(problem)
+        blocks, alone = p.batch * p.heads * self.splits, self._blocks_per_sm(p.qk_dim, p.v_dim) == 1
+        step = 1 + _WIDER * (wide - 1) + _MORE_COLUMNS * (self.columns // _EIGHT - 1)
+        step = max(step, _ALL_SMS * wide * blocks / HOPPER_SMS)
+        uneven = not alone
+        if self.splits == 2:
+            uneven = blocks <= _MOST_ALONE or (alone and blocks < _NEARLY_ALL * HOPPER_SMS)
+        steps = _START + math.ceil(math.ceil(p.kv_len / self.kv_tile) / self.splits)
+        return step * (_UNEVEN if uneven else 1) * steps + _JOINING_COST
+
+    def _wide(self, problem: Problem) -> float:
+        """How many times as long memory takes for a step as for one of `_STEP_BYTES`."""
+        return max(1, self.kv_tile * _bytes_per_key(problem) / _STEP_BYTES)
+
+    def _runs_at_once(self, problem: Problem) -> bool:
+        """Whether all blocks of all clusters do."""
+        p = problem
+        blocks, per_sm = p.batch * p.heads * self.splits, self._blocks_per_sm(p.qk_dim, p.v_dim)
+        return per_sm > 0 and blocks <= (_MOST_ALONE if per_sm == 1 and self.splits > 2 else HOPPER_SMS)
 
     @classmethod
     def of(cls, problem: Problem) -> HopperFewRowsTiles:
         """For the problem as the kernel sees it, with heads packed into rows."""
-        p = problem
-        bytes_per_key = 2 * (p.qk_dim + p.v_dim)
-        columns = round_up(p.q_len, _EIGHT)
-        narrow = columns <= _COLUMNS_ALONE
-        kv_tile = 128 if narrow and 128 * bytes_per_key <= _STEP_BYTES else 64
-        many = p.batch * p.heads >= _MANY_ROUNDS * HOPPER_SMS
-        stages = 3 if narrow and not many and kv_tile * bytes_per_key <= _STEP_BYTES else 2
-        tiles = cls(columns, kv_tile, stages)
+        p, apart = problem, cls._apart(problem)
+        joined = min(apart._in_clusters(p), key=lambda x: x._duration_in_cluster(p), default=apart)
+        gains = joined.in_cluster and joined._duration_in_cluster(p) < apart._duration(p, apart._wide(p))
+        return joined if gains else apart
+
+    @classmethod
+    def _apart(cls, problem: Problem) -> HopperFewRowsTiles:
+        """The fastest that is no cluster."""
+        p, columns, blocks = problem, round_up(problem.q_len, _EIGHT), problem.batch * problem.heads
+        narrow = columns <= _FEW_COLUMNS
+        kv_tile = 128 if narrow and 128 * _bytes_per_key(p) <= _STEP_BYTES else 64
+        two_slots = blocks >= _MANY_ROUNDS * HOPPER_SMS if narrow else blocks > HOPPER_SMS
+        tiles = cls(columns, kv_tile, 2 if two_slots or kv_tile * _bytes_per_key(p) > _STEP_BYTES else 3)
         most = min(_MOST_SPLITS, math.ceil(p.kv_len / kv_tile))
         return min((dataclasses.replace(tiles, splits=n) for n in range(1, most + 1)), key=lambda x: x._duration(p))
+
+    def _in_clusters(self, problem: Problem) -> list[HopperFewRowsTiles]:
+        """Clusters of such blocks, and of larger ones that have an SM each."""
+        p, shapes = problem, [self]
+        if self.columns <= _FEW_COLUMNS:
+            wide_tile = 128 if 128 * _bytes_per_key(p) <= _WIDE_STEP_BYTES else 64
+            shapes.insert(0, HopperFewRowsTiles(self.columns, wide_tile, 3))
+        found = [
+            dataclasses.replace(shape, splits=n, in_cluster=True)
+            for shape in shapes
+            for n in (2, 4, _MOST_IN_CLUSTER)
+            if n <= math.ceil(p.kv_len / shape.kv_tile)
+        ]
+        return [tiles for tiles in found if tiles._runs_at_once(p)]
+
+
+def _bytes_per_key(problem: Problem) -> int:
+    return 2 * (problem.qk_dim + problem.v_dim)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.kernel_parts import cluster_smem
+from fast_layers.kernel_parts.by_column import WARPS
 from fast_layers.kernel_parts.online_softmax import LOG2_E
 from fast_layers.ops.attention import split_kv
 from fast_layers.ops.attention.forward_parts import Piece
@@ -31,10 +32,10 @@ class Scratch(NamedTuple):
     k_slots: Any
     v_slots: Any
     weight_slot: Any
-    exchange: Any
-    """What warps tell each other of columns."""
+    by_column: Any
+    """What each warp tells the others of columns, and lse. Apart they would take another KiB, as shared memory is
+    given."""
     out_slot: Any
-    lse_slot: Any
     q_ready: Any
     kv_ready: Any
     consumed: Any
@@ -42,6 +43,14 @@ class Scratch(NamedTuple):
     """Of rows that this block has put together, if they leave by way of some."""
     met: Any = None
     """All blocks of the cluster."""
+
+    @property
+    def exchange(self) -> Any:
+        return self.by_column.at[pl.ds(0, WARPS)]
+
+    @property
+    def lse_slot(self) -> Any:
+        return self.by_column.at[WARPS]
 
 
 def join(
@@ -70,7 +79,7 @@ def join(
         @pl.when(row < p.q_len)
         def _store(i=i, row=row, joined=joined, sees_none=sees_none):
             to = out_ref.at[piece.example, *split_kv.place_of_row(row, piece.head, group)]
-            split_kv.store_row(joined.out.astype(p.dtype), to, s.row_slots.at[i])
+            split_kv.store_row(joined.out.astype(p.dtype), to, None if s.row_slots is None else s.row_slots.at[i])
             lse_ref[piece.example, piece.head, row] = jnp.where(sees_none, -jnp.inf, joined.lse)
 
     # A block whose shared memory others read must not end.

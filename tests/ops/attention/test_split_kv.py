@@ -64,16 +64,16 @@ def test_chosen_tiles_fit_in_shared_memory(depths, batch, q_len):
         pytest.param({}, True, id="a step of decoding"),
         pytest.param({"kv_heads": 32}, True, id="no group"),
         pytest.param({"kv_heads": 2}, True, id="16 heads of a key head"),
-        pytest.param({"kv_heads": 1}, False, id="32 heads of a key head"),
+        pytest.param({"kv_heads": 1}, True, id="32 heads of a key head"),
         pytest.param({"qk_dim": 192}, True, id="depths that differ"),
         pytest.param({"qk_dim": 96}, False, id="a query depth that is no multiple of 64"),
         pytest.param({"v_dim": 96}, False, id="a value depth that is no multiple of 64"),
         pytest.param({"q_len": 4}, True, id="16 rows: four queries of four heads"),
         pytest.param({"q_len": 16, "kv_heads": 32}, True, id="16 queries, no group"),
-        pytest.param({"q_len": 5}, False, id="20 rows: five queries of four heads"),
-        pytest.param({"q_len": 8, "batch": 64}, True, id="32 rows of many blocks"),
-        pytest.param({"q_len": 9, "batch": 64}, False, id="36 rows"),
-        pytest.param({"q_len": 8, "batch": 64, "v_dim": 192}, False, id="32 deeper rows"),
+        pytest.param({"q_len": 8}, True, id="32 rows"),
+        pytest.param({"q_len": 9}, False, id="36 rows"),
+        pytest.param({"q_len": 4, "v_dim": 192}, True, id="16 deeper rows"),
+        pytest.param({"q_len": 5, "v_dim": 192}, False, id="20 deeper rows"),
         pytest.param({"dropout_rate": 0.1}, False, id="dropout"),
         pytest.param({"bias": (1, 32, 1, 16384)}, False, id="a bias"),
     ],
@@ -82,14 +82,24 @@ def test_what_the_kernel_of_few_rows_takes(changes, taken):
     assert takes(problem(**changes)) is taken
 
 
+CLUSTER = True
+
+
 # Heads of each problem are those of keys, its queries the rows of each. Of those measured on an H200 the fastest, or
 # nearly.
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        pytest.param({}, (64, 3, 16), id="one example: an SM for each part"),
-        pytest.param({"kv_len": 512}, (64, 3, 8), id="few keys: a step each"),
-        pytest.param({"batch": 5, "kv_len": 4096}, (64, 3, 3), id="five examples"),
+        pytest.param({}, (128, 3, 8, CLUSTER), id="one example: half of the SMs, as large steps as fit"),
+        pytest.param({"kv_len": 512}, (64, 3, 8, CLUSTER), id="few keys: a step each"),
+        pytest.param({"kv_len": 256}, (64, 3, 4, CLUSTER), id="fewer keys: a smaller cluster"),
+        pytest.param({"kv_len": 128}, (64, 3, 1), id="too few keys"),
+        pytest.param({"batch": 2, "kv_len": 2048}, (128, 3, 4, CLUSTER), id="two examples"),
+        pytest.param({"batch": 3, "kv_len": 2048}, (64, 3, 4, CLUSTER), id="three examples: two blocks on an SM"),
+        pytest.param({"batch": 4, "kv_len": 8192}, (64, 3, 4), id="four examples"),
+        pytest.param({"batch": 5, "kv_len": 8192}, (64, 3, 3), id="five examples"),
+        pytest.param({"batch": 6, "kv_len": 2048}, (64, 3, 2, CLUSTER), id="six examples"),
+        pytest.param({"batch": 8, "kv_len": 4096}, (64, 3, 2, CLUSTER), id="eight examples: pairs fill the SMs"),
         pytest.param({"batch": 9, "kv_len": 4096}, (64, 3, 3), id="more than half of the SMs: two on each"),
         pytest.param({"batch": 11, "kv_len": 1024}, (64, 3, 1), id="not for few keys"),
         pytest.param({"batch": 16, "kv_len": 2048}, (64, 3, 1), id="nearly full"),
@@ -97,18 +107,32 @@ def test_what_the_kernel_of_few_rows_takes(changes, taken):
         pytest.param({"batch": 22, "kv_len": 4096}, (64, 3, 2), id="a bad last round"),
         pytest.param({"batch": 64, "kv_len": 1024}, (64, 3, 1), id="four rounds"),
         pytest.param({"batch": 128, "kv_len": 2048}, (64, 2, 1), id="three blocks on an SM"),
+        pytest.param({"heads": 4, "kv_len": 2048}, (128, 3, 8, CLUSTER), id="four heads"),
+        pytest.param({"heads": 4, "kv_len": 4096}, (64, 3, 32), id="four heads of more keys than a cluster is for"),
         pytest.param({"heads": 1, "kv_len": 65536}, (64, 3, 64), id="one head"),
-        pytest.param({"batch": 64, "q_len": 24}, (64, 2, 1), id="32 columns"),
+        pytest.param({"q_len": 16}, (128, 3, 8, CLUSTER), id="16 columns"),
+        pytest.param({"q_len": 16, "batch": 4, "kv_len": 2048}, (64, 3, 4), id="16 columns, one block on an SM"),
+        pytest.param({"q_len": 32, "kv_len": 512}, (64, 3, 8, CLUSTER), id="32 columns, few keys"),
+        pytest.param({"q_len": 32}, (64, 3, 16), id="32 columns"),
+        pytest.param({"q_len": 32, "batch": 8, "kv_len": 1024}, (64, 3, 2, CLUSTER), id="32 columns in pairs"),
+        pytest.param({"q_len": 32, "batch": 16, "kv_len": 2048}, (64, 3, 1), id="32 columns, a block on an SM"),
+        pytest.param({"batch": 64, "q_len": 24}, (64, 2, 1), id="24 columns of many blocks"),
         pytest.param(
             {"batch": 64, "q_len": 32, "qk_dim": 64, "v_dim": 64}, (64, 2, 1), id="depth 64, 32 columns: short steps"
         ),
         pytest.param({"qk_dim": 64, "v_dim": 64}, (128, 3, 16), id="depth 64: steps of as many bytes"),
+        pytest.param({"qk_dim": 64, "v_dim": 64, "kv_len": 2048}, (128, 3, 8, CLUSTER), id="depth 64, fewer keys"),
         pytest.param({"qk_dim": 256, "v_dim": 256, "heads": 4}, (64, 2, 32), id="depth 256"),
+        pytest.param(
+            {"qk_dim": 256, "v_dim": 256, "heads": 4, "batch": 4, "kv_len": 4096},
+            (64, 3, 4, CLUSTER),
+            id="depth 256, four examples",
+        ),
     ],
 )
 def test_tiles_of_few_rows(changes, wanted):
     tiles = HopperFewRowsTiles.of(problem(**{"heads": 8, "q_len": 8, **changes}))
-    assert (tiles.kv_tile, tiles.stages, tiles.splits) == wanted
+    assert tiles == HopperFewRowsTiles(tiles.columns, *wanted)
 
 
 @pytest.mark.parametrize("depths", [(64, 64), (64, 256), (192, 128), (256, 256)])
@@ -127,6 +151,8 @@ def test_tiles_of_few_rows_fit_in_shared_memory(depths, columns, batch):
         ({"kv_tile": 96}, "kv_tile"),
         ({"stages": 0}, "stages"),
         ({"splits": 0}, "splits"),
+        ({"in_cluster": True}, "splits"),
+        ({"in_cluster": True, "splits": 16}, "splits"),
     ],
 )
 def test_impossible_tiles_of_few_rows(changes, named):
