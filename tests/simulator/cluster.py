@@ -34,6 +34,7 @@ def added(x: jax.Array, *, fault: str | None = None) -> jax.Array:
             (row * lax.broadcast_in_dim(first, row.shape, []) for row, first in zip(rows, firsts, strict=True)),
             start=jnp.zeros_like(rows[0]),
         )
+        plgpu.commit_smem()  # for its barrier: other warps may still read
         plgpu.barrier_arrive(met)
         plgpu.barrier_wait(met)
 

@@ -215,7 +215,11 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
         grid_names=("block",),
         **({"cluster": (splits,), "cluster_names": ("rank",)} if tiles.in_cluster else {}),
         scratch_types=_scratch_types(p, tiles, queries, work.out_dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_REDUCTION_BYTES),
+        # What warps store for one another, or for a copy, is committed before it is read; and before it is stored again,
+        # all have met: in each step twice, for the maxima and for the weights.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=_REDUCTION_BYTES, unsafe_no_auto_barriers=True
+        ),
     )(*jax.tree.leaves(operands))
     if parts > 1:
         out, lse = (x.reshape(p.batch, splits, *x.shape[1:]) for x in (out, lse))

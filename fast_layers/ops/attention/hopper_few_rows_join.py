@@ -64,25 +64,30 @@ def join(
     plgpu.barrier_arrive(s.met)
     plgpu.barrier_wait(s.met)
     cluster_smem.acquire()
-    rows = [lax.axis_index("rank") + i * tiles.splits for i in range(tiles.rows_joined(p.q_len))]
-    # All loads are on their way before the first is needed, also those of a row that is not there.
-    parts = [_parts(s, jnp.minimum(row, p.q_len - 1), tiles.splits) for row in rows]
-    for i, (row, (lse_log2, values)) in enumerate(zip(rows, parts, strict=True)):
-        joined = split_kv.Joined.start(s.out_slot.shape[1], cluster_smem.layout(s.out_slot.shape[1]))
-        joined = joined.join(lse_log2, values)
+    columns = s.out_slot.shape[1]
+
+    def store(i: int, row: Any, lse_log2: list[Any], values: list[Any]) -> None:
+        joined = split_kv.Joined.start(columns, cluster_smem.layout(columns)).join(lse_log2, values)
         sees_none = joined.total == 0
         if sinks is not None:
             of_head = sinks.at[piece.example if sinks.shape[0] > 1 else 0, piece.head]
-            sink = of_head[0 if of_head.shape[0] == 1 else jnp.minimum(row, p.q_len - 1)]
+            sink = of_head[0 if of_head.shape[0] == 1 else row]
             joined = joined.join([sink * LOG2_E], [jnp.zeros_like(joined.summed)])
+        to = out_ref.at[piece.example, *split_kv.place_of_row(row, piece.head, group)]
+        split_kv.store_row(joined.out.astype(p.dtype), to, None if s.row_slots is None else s.row_slots.at[i])
+        lse_ref[piece.example, piece.head, row] = jnp.where(sees_none, -jnp.inf, joined.lse)
 
-        @pl.when(row < p.q_len)
-        def _store(i=i, row=row, joined=joined, sees_none=sees_none):
-            to = out_ref.at[piece.example, *split_kv.place_of_row(row, piece.head, group)]
-            split_kv.store_row(joined.out.astype(p.dtype), to, None if s.row_slots is None else s.row_slots.at[i])
-            lse_ref[piece.example, piece.head, row] = jnp.where(sees_none, -jnp.inf, joined.lse)
-
-    # A block whose shared memory others read must not end.
+    whole, rest = divmod(p.q_len, tiles.splits)
+    rows = [lax.axis_index("rank") + i * tiles.splits for i in range(whole + 1)]
+    # All loads are on their way before the first is needed.
+    parts = [_parts(s, row, tiles.splits) for row in rows[:whole]]
+    for i, part in enumerate(parts):
+        store(i, rows[i], *part)
+    if rest:
+        pl.when(rows[whole] < p.q_len)(lambda: store(whole, rows[whole], *_parts(s, rows[whole], tiles.splits)))
+    # A block whose shared memory others read must not end. What was read is stored by now; all warps meet, and then all
+    # blocks, of which each is told by another warp.
+    plgpu.commit_smem()
     plgpu.barrier_arrive(s.met)
     plgpu.barrier_wait(s.met)
 
