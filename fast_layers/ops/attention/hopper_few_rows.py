@@ -215,7 +215,7 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
         grid_names=("block",),
         **({"cluster": (splits,), "cluster_names": ("rank",)} if tiles.in_cluster else {}),
         scratch_types=_scratch_types(p, tiles, queries, work.out_dtype),
-        # What warps store for one another, or for a copy, is committed before it is read; and before it is stored again,
+        # What warps store for one another, or for a copy, is committed before it is read; before they store it again,
         # all have met: in each step twice, for the maxima and for the weights.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=_REDUCTION_BYTES, unsafe_no_auto_barriers=True

@@ -22,7 +22,10 @@ _STEP_BYTES = 32 << 10
 """Of keys and values, at most, where a step of 64 keys has fewer: two blocks of three such steps share an SM, or three
 of two."""
 _MANY_ROUNDS = 7
-"""Of a block on each SM: three on each at a time are 1 to 4 % faster then. Of fewer it depends on the last."""
+"""Of a block on each SM: with two slots, mostly three blocks on each at a time, they are 1 to 4 % faster then. Of fewer
+it depends on the last."""
+_MOST_KEYS_OF_THREE = 4096
+"""For three blocks on an SM, which were 1.5 % slower at 16,384 (nothing between was timed)."""
 _MOST_SPLITS = HOPPER_SMS // 2
 _MOST_IN_CLUSTER = 8
 """Blocks, that any GPU of this kind runs as a cluster (CUDA C++ Programming Guide, "Thread Block Clusters")."""
@@ -160,8 +163,13 @@ class HopperFewRowsTiles:
         p, columns, blocks = problem, round_up(problem.q_len, _EIGHT), problem.batch * problem.heads
         narrow = columns <= _FEW_COLUMNS
         kv_tile = 128 if narrow and 128 * _bytes_per_key(p) <= _STEP_BYTES else 64
-        two_slots = blocks >= _MANY_ROUNDS * HOPPER_SMS if narrow else blocks > HOPPER_SMS
-        tiles = cls(columns, kv_tile, 2 if two_slots or kv_tile * _bytes_per_key(p) > _STEP_BYTES else 3)
+        tiles = cls(columns, kv_tile)
+        three_blocks = tiles._blocks_per_sm(p.qk_dim, p.v_dim) > 2
+        two_slots = blocks > HOPPER_SMS
+        if narrow:
+            two_slots = blocks >= _MANY_ROUNDS * HOPPER_SMS and not (three_blocks and p.kv_len > _MOST_KEYS_OF_THREE)
+        if not two_slots and kv_tile * _bytes_per_key(p) <= _STEP_BYTES:
+            tiles = dataclasses.replace(tiles, stages=3)
         most = min(_MOST_SPLITS, math.ceil(p.kv_len / kv_tile))
         return min((dataclasses.replace(tiles, splits=n) for n in range(1, most + 1)), key=lambda x: x._duration(p))
 
@@ -170,7 +178,7 @@ class HopperFewRowsTiles:
         p, shapes = problem, [self]
         if self.columns <= _FEW_COLUMNS:
             wide_tile = 128 if 128 * _bytes_per_key(p) <= _WIDE_STEP_BYTES else 64
-            shapes.insert(0, HopperFewRowsTiles(self.columns, wide_tile, 3))
+            shapes = [dataclasses.replace(self, kv_tile=wide_tile, stages=3), self]
         found = [
             dataclasses.replace(shape, splits=n, in_cluster=True)
             for shape in shapes
