@@ -46,6 +46,8 @@ _PACKAGES = (
     "nvidia-cuda-nvcc-cu12",
 )
 _SAFE_PTXAS = (13, 3)
+_PTXAS_OF_FENCES = (12, 7)
+"""The first of PTX ISA 8.6, with `fence.acquire` and `.sync_restrict`: 12.6 refuses both, 12.8 takes them."""
 # Major versions, by docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html.
 _OLDEST_DRIVERS = {"jax-cuda13-plugin": (13, 580), "jax-cuda12-plugin": (12, 525)}
 _OLDER_CUDA = {13: ", install jax[cuda12] instead of jax[cuda13]"}
@@ -425,6 +427,11 @@ def _warnings_of_ptxas(versions: dict[str, str]) -> tuple[str, ...]:
         found.append(
             f"ptxas {text} is older than 13.3: it can overwrite register operands of a wgmma in flight (seen with "
             "12.8, 12.9 and 13.0), so Hopper kernels may be wrong; pip install -U nvidia-cuda-nvcc"
+        )
+    if ptxas < _PTXAS_OF_FENCES:
+        found.append(
+            f"ptxas {text} is of CUDA 12.6 or earlier, which does not know the fences of some Hopper kernels (decoding "
+            "with few examples, long backwards): they do not compile; update to CUDA 12.9.1 or later"
         )
     first, first_good = _MISCOMPILES_CAUSAL
     if first <= ptxas < first_good:

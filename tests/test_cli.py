@@ -414,7 +414,7 @@ def test_drivers_that_are_too_old_are_flagged(plugins, driver, words):
         ("12.9.86", ["older than 13.3"]),
         ("12.9.41", ["older than 13.3", "miscompiles causal"]),
         ("12.8.61", ["older than 13.3", "miscompiles causal"]),
-        ("12.6.20", ["older than 13.3"]),
+        ("12.6.20", ["older than 13.3", "does not know the fences"]),
     ],
 )
 def test_known_bad_compilers_are_flagged(ptxas, words):

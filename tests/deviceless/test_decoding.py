@@ -23,9 +23,9 @@ SPLIT, WHOLE, NO_GROUPS, WIDE = (1, 1, 32, 8, 128), (32, 1, 32, 8, 128), (8, 4, 
 # Of numbers that no row's place comes into, JAX 0.12 looked for layouts for more than five minutes.
 FEW = (1, 4, 32, 8, 128)
 MANY = (64, 4, 64, 8, 128)
-FEW_HEADS = (1, 1, 32, 4, 128)
-BY_FEW_ROWS = {SPLIT, WHOLE, NO_GROUPS, FEW, MANY, FEW_HEADS}
-JOINED = {SPLIT, FEW}
+FEW_HEADS, PAIRS, DEEP = (1, 1, 32, 4, 128), (8, 1, 32, 8, 128), (4, 1, 16, 4, 256)
+BY_FEW_ROWS = {SPLIT, WHOLE, NO_GROUPS, FEW, MANY, FEW_HEADS, PAIRS, DEEP}
+JOINED = {SPLIT, FEW, PAIRS, DEEP}
 """On Hopper, in a cluster."""
 CASES = [(SPLIT, "offset"), (FEW, "lengths"), (WIDE, "window")]
 MORE = [
@@ -55,7 +55,8 @@ def test_steps_compile_well(gpu, backend, cases):
         assert report.seconds < MOST_SECONDS, case
         kernels = {kernel.name for kernel in report.kernels}
         joined = gpu == "h200" and case[0] in JOINED
-        splits = {"combine_parts"} if case[0] in (SPLIT, FEW, WIDE, FEW_HEADS) and not joined else set()
+        parts = case[0] not in (WHOLE, NO_GROUPS, MANY) and not joined
+        splits = {"combine_parts"} if parts else set()
         few_rows = gpu == "h200" and case[0] in BY_FEW_ROWS
         assert kernels == {"attention_few_rows" if few_rows else "attention_forward"} | splits, case
         for kernel in report.kernels:
