@@ -17,13 +17,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float
 
-from fast_layers.kernel_parts.inline import divided, simulate_by, thread, times
+from fast_layers.kernel_parts.inline import THREADS, divided, simulate_by, thread, times
 
 WARPS = 4
 _WGMMA = plgpu.Layout.WGMMA
 _PART = 8
 """Columns, of which each thread has two, the same in each eight rows."""
-_LANES = 32
+_LANES = THREADS // WARPS
 _COLUMNS_OF_LANE = 2
 
 

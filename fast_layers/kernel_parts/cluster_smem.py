@@ -15,17 +15,17 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Float
 
-from fast_layers.kernel_parts.inline import THREADS, simulate_by, simulate_in_block, thread, times
+from fast_layers.kernel_parts.inline import THREADS, fence, simulate_by, simulate_in_block, thread, times
 
 
 def release() -> None:
     """In a kernel: what this block has stored in its shared memory before."""
-    _fence("fence.release.sync_restrict::shared::cta.cluster;")
+    fence("fence.release.sync_restrict::shared::cta.cluster;")
 
 
 def acquire() -> None:
     """In a kernel: what others have released, before they arrived at a barrier that has been waited for."""
-    _fence("fence.acquire.sync_restrict::shared::cluster.cluster;")
+    fence("fence.acquire.sync_restrict::shared::cluster.cluster;")
 
 
 def row_of_block(ref: Any, rank: int) -> Float[Array, " C"]:
@@ -60,15 +60,6 @@ def number_of_block(ref: Any, rank: int) -> Array:
 
     everywhere = plgpu.ShapeDtypeStruct((), ref.dtype, layout=plgpu.Layout.WG_SPLAT(()))
     return _simulated_in_block(load, rank, everywhere, ref)
-
-
-def _fence(ptx: str) -> None:
-    def fence(context):
-        del context
-        utils.inline_ptx(ptx, has_side_effects=True)
-
-    call: Any = plgpu.inline_mgpu()(fence)
-    call()
 
 
 def _simulated_in_block(load: Any, rank: int, returned: Any, ref: Any) -> Array:

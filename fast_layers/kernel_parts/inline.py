@@ -47,9 +47,15 @@ def make_writes_seen() -> None:
     Copies are a proxy of memory of their own.
     """
 
-    def fence(context):
-        del context
-        utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+    fence("fence.proxy.async.global;")
 
-    call: Any = plgpu.inline_mgpu()(fence)
+
+def fence(ptx: str) -> None:
+    """In a kernel, of all threads. The simulator leaves it out."""
+
+    def run(context):
+        del context
+        utils.inline_ptx(ptx, has_side_effects=True)
+
+    call: Any = plgpu.inline_mgpu()(run)
     call()

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from fast_layers.arch import Arch
+from fast_layers.arch import Arch, lowering_targets
 from fast_layers.kernel_parts import automatic_axes
 
 REASON = "no NVIDIA GPU"
@@ -30,3 +30,11 @@ def _on_one_device():
     """Beside other GPUs and without a mesh, XLA might split a call, which kernels refuse."""
     with automatic_axes.on_one_device():
         yield
+
+
+@pytest.fixture
+def warpgroups():
+    """For kernels that need them, or clusters."""
+    capability = lowering_targets()[0].capability
+    if capability is None or capability < (9, 0):
+        pytest.skip("needs a GPU with warpgroups and clusters, from compute capability 9.0 on")

@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 from simulator import cluster
 
-
-@pytest.fixture(autouse=True)
-def _wants_clusters():
-    if float(jax.devices()[0].compute_capability) < 9:
-        pytest.skip("clusters and their shared memory are Hopper's and later GPUs'")
+pytestmark = pytest.mark.usefixtures("warpgroups")
 
 
 def test_other_blocks_shared_memory():

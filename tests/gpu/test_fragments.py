@@ -8,15 +8,9 @@ import numpy as np
 import pytest
 from simulator import fragments
 
-from fast_layers.arch import lowering_targets
 from fast_layers.kernel_parts.fragments import to_fragments
 
-
-@pytest.fixture(autouse=True)
-def _warpgroups():
-    capability = lowering_targets()[0].capability
-    if capability is None or capability < (9, 0):
-        pytest.skip("needs a GPU with warpgroups, from compute capability 9.0 on")
+pytestmark = pytest.mark.usefixtures("warpgroups")
 
 
 def _tile(columns: int, dtype=jnp.float32) -> jax.Array:

@@ -6,6 +6,8 @@ from fast_layers.ops.attention.problem import Problem
 
 HOPPER_SMEM_BYTES = 227 << 10
 """Shared memory that one block may have."""
+PART_COLUMNS = 128
+"""The columns of parts of the keys come in multiples of a warpgroup's threads, where rows are put together."""
 HOPPER_SMS = 132
 MAX_SHALLOW_DEPTH = 128
 """Of the backward with two equal warpgroups: beyond, dK and dV of 64 keys do not fit in one."""

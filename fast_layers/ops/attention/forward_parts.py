@@ -23,7 +23,7 @@ from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.tile_order import TileOrder, deal, deal_in_turns, snake, turns
 from fast_layers.ops.attention import packed_heads, split_kv
-from fast_layers.ops.attention.config import packs_heads
+from fast_layers.ops.attention.config import PART_COLUMNS, packs_heads
 from fast_layers.ops.attention.kernel_operands import (
     SHARED,
     SMEM_LINE,
@@ -186,7 +186,7 @@ class Work:
     @property
     def out_type(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         p, splits = self.problem, self.tiles.splits
-        columns = self.v_dim if splits == 1 else round_up(self.v_dim, split_kv.COLUMNS)
+        columns = self.v_dim if splits == 1 else round_up(self.v_dim, PART_COLUMNS)
         rows, heads = self.out_rows, p.heads
         if self.out_is_loose:
             rows, heads = p.q_len // self.loose_group, p.heads * self.loose_group

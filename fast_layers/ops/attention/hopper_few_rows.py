@@ -45,6 +45,7 @@ from fast_layers.kernel_parts.online_softmax import OnlineSoftmax
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.ops.attention import hopper_few_rows_join, packed_heads, split_kv
+from fast_layers.ops.attention.config import PART_COLUMNS
 from fast_layers.ops.attention.forward_parts import (
     Operands,
     Piece,
@@ -204,7 +205,7 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
 
     out_shape, parts = (p.batch, queries, p.heads * group, v_dim), 1
     if tiles.leaves_parts:
-        out_shape, parts = (p.batch * splits, p.q_len, p.heads, round_up(v_dim, split_kv.COLUMNS)), splits
+        out_shape, parts = (p.batch * splits, p.q_len, p.heads, round_up(v_dim, PART_COLUMNS)), splits
     out, lse = plgpu.kernel(
         attention_few_rows,
         out_type=(

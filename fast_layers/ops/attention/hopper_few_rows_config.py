@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from fast_layers.ops.attention import split_kv
-from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS, SWIZZLED_COLUMNS
+from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS, PART_COLUMNS, SWIZZLED_COLUMNS
 from fast_layers.ops.attention.kernel_operands import round_up
 from fast_layers.ops.attention.problem import Problem
 
@@ -96,7 +95,7 @@ class HopperFewRowsTiles:
 
     def out_columns(self, v_dim: int) -> int:
         """Of a row of out in shared memory."""
-        return round_up(v_dim, split_kv.COLUMNS) if self.in_cluster else v_dim
+        return round_up(v_dim, PART_COLUMNS) if self.in_cluster else v_dim
 
     def rows_joined(self, rows: int) -> int:
         """Those that a block of a cluster puts together, of so many in all."""
@@ -106,7 +105,7 @@ class HopperFewRowsTiles:
         """The last for barriers, a row of lse and what warps exchange."""
         inputs = 2 * (2 * self.columns * qk_dim + self.stages * self.kv_tile * (qk_dim + v_dim))
         out_bytes, out_columns = 4 if self.splits > 1 else 2, self.out_columns(v_dim)
-        joined = 2 * self.rows_joined(self.columns) * out_columns if self.in_cluster else 0
+        joined = 2 * self.rows_joined(self.columns) * out_columns if out_columns > v_dim else 0
         return inputs + self.columns * (2 * self.kv_tile + out_bytes * out_columns) + joined + (2 << 10)
 
     def _blocks_per_sm(self, qk_dim: int, v_dim: int) -> int:

@@ -20,9 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.online_softmax import LOG2_E, zero_where_empty
+from fast_layers.ops.attention.config import PART_COLUMNS
 
-COLUMNS = 128
-"""The parts' columns come in multiples of a warpgroup's threads."""
 _AT_ONCE = 16
 """Parts whose loads are on their way together."""
 
@@ -94,7 +93,7 @@ def combine_out(
         store_row(joined.out.astype(dtype), combined_ref.at[example, *place_of_row(row, head, group)], slot)
         plgpu.wait_smem_to_gmem(0)
 
-    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // COLUMNS)
+    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // PART_COLUMNS)
     return plgpu.kernel(
         combine_parts,
         out_type=jax.ShapeDtypeStruct((batch, rows // group, heads * group, v_dim), dtype),
