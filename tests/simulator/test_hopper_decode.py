@@ -15,7 +15,7 @@ from selection import some_each_run
 import fast_layers
 from fast_layers import masks as M
 from fast_layers.ops.attention import api, hopper_fwd, hopper_fwd_again, packed_heads, split_kv
-from fast_layers.ops.attention.config import packs_heads
+from fast_layers.ops.attention.config import PART_COLUMNS, packs_heads
 from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
 from fast_layers.ops.attention.masks import MaskForm
 from fast_layers.ops.attention.problem import Aux
@@ -212,7 +212,7 @@ def test_planted_fault_of_the_slot_for_loose_queries_is_found(fault):
 def test_combined_parts(parts):
     rng = np.random.default_rng(0)
     batch, rows, heads, v_dim, group = 2, 4, 2, 48, 2
-    out = rng.normal(size=(batch, parts, rows + 4, heads, split_kv.COLUMNS)).astype(np.float32)
+    out = rng.normal(size=(batch, parts, rows + 4, heads, PART_COLUMNS)).astype(np.float32)
     lse = rng.normal(size=(batch, parts, heads, 64)).astype(np.float32)
     lse[0, -1], out[0, -1] = -np.inf, np.nan  # a part without keys writes lse alone
     lse[1, :, 1, 2] = -np.inf  # a row that sees nothing
