@@ -101,6 +101,8 @@ def main() -> None:
     if args.queries > args.capacity // 8:
         parser.error(f"--queries {args.queries}: take at most an eighth of --capacity {args.capacity}")
     options.check_file(parser, args.out)
+    queries = "1 query" if args.queries == 1 else f"{args.queries} queries"
+    print(f"{queries} of {args.heads} heads on {args.kv_heads or args.heads} of depth {args.depth}")
     rows = []
     for batch in args.batch:
         for filled in (max(args.capacity // 1024, args.queries), args.capacity // 8, args.capacity):

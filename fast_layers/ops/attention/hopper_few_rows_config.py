@@ -24,7 +24,7 @@ _MANY_ROUNDS = 7
 """Of a block on each SM: with two slots, mostly three blocks on each at a time, they are 1 to 4 % faster then. Of fewer
 it depends on the last."""
 _MOST_KEYS_OF_THREE = 4096
-"""For three blocks on an SM, which were 1.5 % slower at 16,384 (nothing between was timed)."""
+"""For three blocks on an SM. At 16,384 keys one block with as much on its way was 1 % faster."""
 _MOST_SPLITS = HOPPER_SMS // 2
 _MOST_IN_CLUSTER = 8
 """Blocks, that any GPU of this kind runs as a cluster (CUDA C++ Programming Guide, "Thread Block Clusters")."""
@@ -39,9 +39,9 @@ _SPLITTING_COST, _PARTS_AT_ONCE, _EACH_COST = 3, 16, 0.75
 _JOINING_COST = 2.75
 """Of that in a cluster; less than its kernels alone show, as the launch of a second is in none."""
 _WIDE_STEP_BYTES = 2 * _STEP_BYTES
-_WIDER, _MORE_COLUMNS = 0.29, 0.08
+_WIDER, _MORE_COLUMNS, _MORE_COLUMNS_IN_TWO_SLOTS = 0.29, 0.03, 0.08
 """How much longer a step takes a block that has an SM to itself, with as many keys again, and with as many columns as
-there are at least."""
+there are at least; and with those where less is on its way meanwhile."""
 _UNEVEN = 1.1
 """Likewise where blocks of clusters share SMs, or pairs of SMs, while others have none."""
 _NEARLY_ALL = 0.9
@@ -130,7 +130,8 @@ class HopperFewRowsTiles:
         """Likewise; of blocks that all run at the same time."""
         p, wide = problem, self._wide(problem)
         blocks, alone = p.batch * p.heads * self.splits, self._blocks_per_sm(p.qk_dim, p.v_dim) == 1
-        step = 1 + _WIDER * (wide - 1) + _MORE_COLUMNS * (self.columns // _EIGHT - 1)
+        more_columns = _MORE_COLUMNS if self.stages > 2 else _MORE_COLUMNS_IN_TWO_SLOTS
+        step = 1 + _WIDER * (wide - 1) + more_columns * (self.columns // _EIGHT - 1)
         step = max(step, _ALL_SMS * wide * blocks / HOPPER_SMS)
         uneven = not alone
         if self.splits == 2:
@@ -163,13 +164,14 @@ class HopperFewRowsTiles:
         narrow = columns <= _FEW_COLUMNS
         kv_tile = 128 if narrow and 128 * _bytes_per_key(p) <= _STEP_BYTES else 64
         tiles = cls(columns, kv_tile)
-        three_blocks = tiles._blocks_per_sm(p.qk_dim, p.v_dim) > 2
-        two_slots = blocks > HOPPER_SMS
-        if narrow:
-            two_slots = blocks >= _MANY_ROUNDS * HOPPER_SMS and not (three_blocks and p.kv_len > _MOST_KEYS_OF_THREE)
-        if not two_slots and kv_tile * _bytes_per_key(p) <= _STEP_BYTES:
+        many = blocks >= _MANY_ROUNDS * HOPPER_SMS if narrow else blocks > HOPPER_SMS
+        three_blocks = narrow and tiles._blocks_per_sm(p.qk_dim, p.v_dim) > 2
+        crowded = many and three_blocks and p.kv_len > _MOST_KEYS_OF_THREE
+        if crowded and _STEP_BYTES < 128 * _bytes_per_key(p) <= _WIDE_STEP_BYTES:
+            tiles = cls(columns, 128)
+        elif (crowded or not many) and kv_tile * _bytes_per_key(p) <= _STEP_BYTES:
             tiles = dataclasses.replace(tiles, stages=3)
-        most = min(_MOST_SPLITS, math.ceil(p.kv_len / kv_tile))
+        most = min(_MOST_SPLITS, math.ceil(p.kv_len / tiles.kv_tile))
         return min((dataclasses.replace(tiles, splits=n) for n in range(1, most + 1)), key=lambda x: x._duration(p))
 
     def _in_clusters(self, problem: Problem) -> list[HopperFewRowsTiles]:
