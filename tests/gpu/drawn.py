@@ -141,6 +141,38 @@ def draw_long_attention(dice: Dice) -> Case:
     return Case(batch, q_len, kv_len, **heads, qk_dim=qk_dim, v_dim=v_dim, lse_gradient=happens(0.2), **options)
 
 
+def draw_decoding(dice: Dice) -> Case:
+    """A few queries against many keys."""
+    one_of, happens = dice.one_of, dice.happens
+    options: dict[str, Any] = {}
+    q_len, kv_len = one_of(1, 1, 1, 2, 3, 4, 5, 8, 16, 24), 64 * dice.between(1, one_of(8, 64))
+    if happens(0.4):
+        kv_len -= dice.between(1, 40)
+    batch, kv_heads = one_of(1, 1, 2, 3, 4, 8, 16, 32), one_of(1, 2, 3, 4, 8, 16)
+    group = one_of(1, 1, 2, 4, 4, 5, 7, 8, 12)
+    while batch * kv_heads * group * q_len * kv_len > _MOST_SCORES:
+        batch, kv_heads = (max(x // 2, 1) for x in (batch, kv_heads))
+    kind = one_of("none", "bottom right", "bottom right", "offset", "lengths", "lengths", "window", "dense")
+    if kind in ("bottom right", "offset", "window"):
+        options["is_causal"] = True
+        options["q_offset"] = dice.between(3, kv_len) if kind == "offset" else "bottom_right"
+    if kind == "window":
+        options["window"] = (dice.between(3, kv_len), 0)
+    if kind == "lengths":
+        options["key_lengths"] = tuple(dice.between(0 if happens(0.2) else 4, kv_len) for _ in range(batch))
+        options["poisoned_padding"] = happens(0.5)
+    if kind == "dense":
+        options["dense_mask"] = True
+    if happens(0.1):
+        options["softcap"] = one_of(1.0, 2.0)
+    if kv_heads * group >= 8:
+        options["sinks"] = happens(0.2)
+    few = min(options.get("key_lengths", (kv_len,))) < 4
+    qk_dim, v_dim = one_of(*_DEPTHS)
+    heads = {"heads": kv_heads * group, "kv_heads": kv_heads}
+    return Case(batch, q_len, kv_len, **heads, qk_dim=qk_dim, v_dim=v_dim, lse_gradient=few or happens(0.3), **options)
+
+
 def draw_mlp(dice: Dice) -> mlp.Case:
     activation = dice.one_of("gelu_tanh", "gelu", "relu", "relu_squared", "silu", "sigmoid", "identity")
     features, hidden, out = (8 * dice.between(1, dice.one_of(8, 80)) for _ in range(3))
@@ -192,6 +224,7 @@ def _all_of(documents: tuple[int, ...], length: int) -> tuple[int, ...]:
 DRAWN: Mapping[str, tuple[str, Callable[[Dice], Any]]] = {
     "attention": ("dot_product_attention", draw_attention),
     "long_attention": ("dot_product_attention", draw_long_attention),
+    "decoding": ("dot_product_attention", draw_decoding),
     "mlp": ("mlp", draw_mlp),
     "conv1d": ("causal_conv1d", draw_conv1d),
     "gated_norm": ("gated_rms_norm", draw_gated_norm),
