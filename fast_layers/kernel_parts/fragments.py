@@ -24,6 +24,8 @@ from fast_layers.kernel_parts.smem_tile import smem_tile
 
 ROWS = 64
 _FACTOR_COLUMNS = 64
+_SWIZZLED_COLUMNS = 32
+"""Of `load_turned_factor`'s swizzled tiles."""
 _WIDTH = 256
 _WGMMA = plgpu.Layout.WGMMA
 _BY_ROW = _WGMMA.reduce(1)
@@ -125,6 +127,81 @@ def store_factor(tile: Any, x: Array) -> None:
     simulate_by(store, lambda x: x)
     transforms = smem_tile(ROWS, _FACTOR_COLUMNS, dtype=x.dtype).transforms
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), _WGMMA))(store)(tile, x)
+
+
+def load_factor(tile: Any) -> Array:
+    """In a kernel, by a warpgroup: a plain tile of 16 bits in shared memory, as a product's first factor.
+
+    Rows in multiples of 64, columns of 16.
+    """
+    rows, columns = tile.shape
+
+    def matrices(warp, row, chunk, half):
+        own = arith.addi(arith.addi(times(warp, 16), times(half, 8)), row)
+        place = arith.addi(times(own, 2 * columns), times(chunk, 16))
+        return [
+            arith.addi(place, utils.c(2 * columns * first + 2 * column, place.type))
+            for first in range(0, rows, ROWS)
+            for column in range(0, columns, 16)
+        ]
+
+    return _load_factor(tile, (), tile.shape, matrices, "", lambda x: x)
+
+
+def load_turned_factor(tile: Any, start: int, swizzled: bool) -> Array:
+    """As `load_factor` [64, rows of the tile]: columns `start` to `start` + 64, for those that are not there others.
+
+    Rows and columns in multiples of 16; or columns of 32, if the tile is `swizzled` by as many.
+    """
+    rows, columns = tile.shape
+    transforms = smem_tile(rows, columns, dtype=tile.dtype, columns=_SWIZZLED_COLUMNS).transforms if swizzled else ()
+
+    def matrices(warp, row, chunk, half):
+        part = arith.minui(arith.addi(warp, utils.c(start // 16, warp.type)), utils.c(columns // 16 - 1, warp.type))
+        if swizzled:
+            # Eight rows of a tile lie together, and each two of them have their 16 bytes in an order of their own.
+            beside, within = divided(part, _SWIZZLED_COLUMNS // 16)
+            sixteen = arith.xori(arith.addi(times(within, 2), half), divided(row, 2)[0])
+            place = arith.addi(times(chunk, 8 * 2 * columns), times(beside, 8 * 2 * _SWIZZLED_COLUMNS))
+            place = arith.addi(place, arith.addi(times(row, 2 * _SWIZZLED_COLUMNS), times(sixteen, 16)))
+        else:
+            place = arith.addi(times(arith.addi(times(chunk, 8), row), 2 * columns), times(part, 32))
+            place = arith.addi(place, times(half, 16))
+        return [arith.addi(place, utils.c(2 * columns * first, place.type)) for first in range(0, rows, 16)]
+
+    def simulated(x):
+        column = np.minimum(start + np.arange(0, ROWS, 16), columns - 16)[:, None] + np.arange(16)
+        return x[:, column.reshape(-1)].T
+
+    return _load_factor(tile, transforms, (ROWS, rows), matrices, ".trans", simulated)
+
+
+def _load_factor(
+    tile: Any, transforms: Any, shape: tuple[int, ...], matrices: Any, turned: str, simulated: Any
+) -> Array:
+    """`matrices(warp, row, chunk, half)`: for each sixteen columns of `shape`, by its 64 rows, where a row of the four
+    matrices of 8 x 8 begins, of which each thread gives one."""
+    dtype = jnp.dtype(tile.dtype)
+
+    def load(_, ref):
+        i32 = ir.IntegerType.get_signless(32)
+        two = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
+        array = FragmentedArray.splat(utils.c(0.0, two.element_type), shape, _WGMMA.to_mgpu())
+        warp, lane = divided(thread(), 32)
+        matrix, row = divided(lane, 8)
+        begin = llvm.ptrtoint(i32, utils.memref_ptr(ref))
+        four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+        ptx = f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+        registers = np.reshape(array.registers, (-1, 4), copy=False)
+        for of_sixteen, place in zip(registers, matrices(warp, row, *divided(matrix, 2)), strict=True):
+            operands = [arith.addi(begin, place)]
+            loaded = llvm.inline_asm(four, operands, ptx, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
+            of_sixteen[:] = [utils.bitcast(llvm.extractvalue(i32, loaded, [i]), two) for i in range(4)]
+        return array
+
+    simulate_by(load, simulated)
+    returned = plgpu.ShapeDtypeStruct(shape, dtype, layout=_WGMMA)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms),), return_type=returned)(load)(tile)
 
 
 def _sixteen_bytes(registers: Any) -> list[tuple[Any, int]]:

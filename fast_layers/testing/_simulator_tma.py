@@ -113,6 +113,15 @@ def check_alignment(smem_key: Key, smem: Access, gmem_key: Key, gmem: Access, *,
                 f"a bulk copy of {size} bytes that starts {start} bytes into its array in the GPU's memory: the GPU "
                 f"wants multiples of {wanted}"
             )
+        windows = _windows(gmem)
+        inside = math.prod(
+            max(min(stop, end) - start, 0) for (start, stop), end in zip(windows, gmem_shape, strict=True)
+        )
+        if inside < min(math.prod(gmem.shape), math.prod(gmem_shape) - _first(gmem, gmem_shape)):
+            raise ValueError(
+                f"a bulk copy of {windows} of an array {list(gmem_shape)} in the GPU's memory ends outside of it, and "
+                "lies together: JAX makes it without a tensor map, so that it goes on with what comes next"
+            )
     if offset % wanted:
         raise ValueError(
             f"a bulk copy starts {offset} bytes into a buffer {dtype}{list(shape)} in shared memory: the GPU wants a "
@@ -124,7 +133,7 @@ def check_contiguity(smem_key: Key, smem: Access, transforms: Any) -> None:
     """Of a bulk copy's end in shared memory, by its tiles if there are some: JAX copies what lies together there."""
     buffer = machine().buffer_shape_and_dtype(smem_key)
     tiling = next((each.tiling for each in transforms if isinstance(each, UntilingTransform)), ())
-    sizes = [window.stop - window.start if isinstance(window, slice) else 1 for window in smem.range]
+    sizes = [stop - start for start, stop in _windows(smem)]
     whole, part = (_tiled(shape, tiling) for shape in (tuple(buffer.shape), tuple(sizes)))
     for axis, size in enumerate(part):
         if size != 1 and math.prod(whole[axis + 1 :]) != math.prod(part[axis + 1 :]):
@@ -148,16 +157,20 @@ def _has_layout(transforms: Any) -> bool:
     return len(plain_transforms(transforms)) < len(transforms)
 
 
+def _windows(access: Access) -> list[tuple[int, int]]:
+    """Where it begins and ends on each axis."""
+    return [(x.start, x.stop) if isinstance(x, slice) else (x, x + 1) for x in access.range]
+
+
 def _first(access: Access, shape: Sequence[int]) -> int:
     """The place of its first number among those of the buffer."""
-    starts = [window.start if isinstance(window, slice) else window for window in access.range]
-    return sum(start * math.prod(shape[axis + 1 :]) for axis, start in enumerate(starts))
+    return sum(start * math.prod(shape[axis + 1 :]) for axis, (start, _) in enumerate(_windows(access)))
 
 
 def _lies_together(access: Access, shape: Sequence[int]) -> bool:
     expected = 1
-    for axis, window in reversed(list(enumerate(access.range))):
-        size = window.stop - window.start if isinstance(window, slice) else 1
+    for axis, (start, stop) in reversed(list(enumerate(_windows(access)))):
+        size = stop - start
         if size != 1 and math.prod(shape[axis + 1 :]) != expected:
             return False
         expected *= size

@@ -24,10 +24,11 @@ SPLIT, WHOLE, NO_GROUPS, WIDE = (1, 1, 32, 8, 128), (32, 1, 32, 8, 128), (8, 4, 
 FEW = (1, 4, 32, 8, 128)
 MANY = (64, 4, 64, 8, 128)
 FEW_HEADS, PAIRS, DEEP = (1, 1, 32, 4, 128), (8, 1, 32, 8, 128), (4, 1, 16, 4, 256)
-BY_FEW_ROWS = {SPLIT, WHOLE, NO_GROUPS, FEW, MANY, FEW_HEADS, PAIRS, DEEP}
-JOINED = {SPLIT, FEW, PAIRS, DEEP}
+PLAIN_ROWS, NARROW_TILES = (16, 1, 32, 32, 80), (1, 2, 32, 8, 96)
+BY_FEW_ROWS = {SPLIT, WHOLE, NO_GROUPS, FEW, MANY, FEW_HEADS, PAIRS, DEEP, PLAIN_ROWS, NARROW_TILES}
+JOINED = {SPLIT, FEW, PAIRS, DEEP, NARROW_TILES}
 """On Hopper, in a cluster."""
-CASES = [(SPLIT, "offset"), (FEW, "lengths"), (WIDE, "window")]
+CASES = [(SPLIT, "offset"), (FEW, "lengths"), (WIDE, "window"), (PLAIN_ROWS, "lengths")]
 MORE = [
     (SPLIT, "lengths"),
     (WHOLE, "lengths"),
@@ -35,6 +36,9 @@ MORE = [
     (MANY, "offset"),
     (WIDE, "offset"),
     (FEW_HEADS, "offset"),
+    (PAIRS, "lengths"),
+    (DEEP, "offset"),
+    (NARROW_TILES, "offset"),
 ]
 MOST_SECONDS = 90.0
 """6 to 10 on an idle machine."""
@@ -55,7 +59,7 @@ def test_steps_compile_well(gpu, backend, cases):
         assert report.seconds < MOST_SECONDS, case
         kernels = {kernel.name for kernel in report.kernels}
         joined = gpu == "h200" and case[0] in JOINED
-        parts = case[0] not in (WHOLE, NO_GROUPS, MANY) and not joined
+        parts = case[0] not in (WHOLE, NO_GROUPS, MANY, PLAIN_ROWS) and not joined
         splits = {"combine_parts"} if parts else set()
         few_rows = gpu == "h200" and case[0] in BY_FEW_ROWS
         assert kernels == {"attention_few_rows" if few_rows else "attention_forward"} | splits, case

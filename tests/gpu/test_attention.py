@@ -505,7 +505,15 @@ DECODING = {
 # Of 6 examples the keys are split over blocks; of 48 each row's stay together.
 @pytest.mark.parametrize(
     ("batch", "depth", "dtype"),
-    [(6, 128, jnp.bfloat16), (6, 192, jnp.float16), (48, 64, jnp.float16), (48, 128, jnp.bfloat16)],
+    [
+        (6, 80, jnp.bfloat16),
+        (6, 128, jnp.bfloat16),
+        (6, 192, jnp.float16),
+        (48, 32, jnp.bfloat16),
+        (48, 64, jnp.float16),
+        (48, 96, jnp.float16),
+        (48, 128, jnp.bfloat16),
+    ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 @pytest.mark.parametrize(

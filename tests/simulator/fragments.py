@@ -10,7 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fast_layers.kernel_parts.fragments import (
     ROWS,
     fragments_shape,
+    load_factor,
     load_fragments,
+    load_turned_factor,
     store_factor,
     store_fragments,
     store_turned,
@@ -62,6 +64,20 @@ def factor(x: jax.Array, *, fault: str | None = None) -> jax.Array:
     return _of_one_warpgroup(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), slot=smem_tile(ROWS, ROWS, dtype=x.dtype))(
         x
     )
+
+
+def loaded_factor(x: jax.Array, start: int | None = None, *, swizzled: bool = False) -> jax.Array:
+    """16-bit x [R, C], or with `start` as many as 64 of its columns as rows, through shared memory and by `load_factor`
+    or `load_turned_factor`."""
+
+    def kernel(x, to, slot, ready):
+        plgpu.copy_gmem_to_smem(x, slot, ready)
+        plgpu.barrier_wait(ready)
+        to[...] = load_factor(slot) if start is None else load_turned_factor(slot, start, swizzled)
+
+    shape = x.shape if start is None else (ROWS, x.shape[0])
+    slot = smem_tile(*x.shape, dtype=x.dtype, columns=32) if swizzled else plgpu.SMEM(x.shape, x.dtype)
+    return _of_one_warpgroup(kernel, jax.ShapeDtypeStruct(shape, x.dtype), slot=slot, ready=plgpu.Barrier())(x)
 
 
 def turned(x: jax.Array, *, fault: str | None = None) -> jax.Array:

@@ -284,6 +284,27 @@ def copy_part(x: jax.Array, *, rows: int, columns: int) -> jax.Array:
     )(x)
 
 
+def store_wide(x: jax.Array, columns: int, *, rows: int) -> jax.Array:
+    """The first columns of x [4, 128], by copies of so many whole rows, of which the last columns find no place."""
+
+    def kernel(x_gmem, out_gmem, x_smem, loaded):
+        plgpu.copy_gmem_to_smem(x_gmem, x_smem, loaded)
+        plgpu.barrier_wait(loaded)
+        start = lax.axis_index("block") * 0
+        for row in range(0, x.shape[0], rows):
+            to = out_gmem.at[pl.ds(row, rows), pl.ds(start, x.shape[1])]
+            plgpu.copy_smem_to_gmem(x_smem.at[pl.ds(row, rows)], to)
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype),
+        grid=(1,),
+        grid_names=("block",),
+        scratch_types={"x_smem": smem(*x.shape, dtype=x.dtype, transforms=()), "loaded": plgpu.Barrier()},
+    )(x)
+
+
 def multicast(x: jax.Array, *, fault: str | None = None) -> jax.Array:
     """[x, 2 x] of a cluster of two blocks, which both receive every tile of x [steps * 16, 128] by one copy."""
     rows = 16

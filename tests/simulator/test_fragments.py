@@ -47,6 +47,25 @@ def test_factor():
     np.testing.assert_array_equal(simulate(fragments.factor, tile).check(), tile)
 
 
+def test_loaded_factor():
+    tile = jnp.tile(_tile(80, jnp.bfloat16), (2, 1))
+    np.testing.assert_array_equal(simulate(fragments.loaded_factor, tile).check(), tile)
+
+
+@pytest.mark.parametrize(
+    ("columns", "start", "swizzled", "wanted"),
+    [
+        (80, 0, False, range(64)),
+        (80, 64, False, [*range(64, 80)] * 4),
+        (96, 64, True, [*range(64, 96), *range(80, 96)]),
+    ],
+)
+def test_loaded_turned_factor(columns, start, swizzled, wanted):
+    tile = _tile(columns, jnp.bfloat16)
+    got = simulate(functools.partial(fragments.loaded_factor, start=start, swizzled=swizzled), tile).check()
+    np.testing.assert_array_equal(got[: len(wanted)], tile[:, np.array(wanted)].T)
+
+
 def test_turned():
     tile = _tile(8, jnp.bfloat16)
     np.testing.assert_array_equal(simulate(fragments.turned, tile).check(), tile.T[:-1])

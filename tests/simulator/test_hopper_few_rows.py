@@ -56,6 +56,16 @@ CASES = {
     "depths 192 and 128": Case(kv_len=512, depth=192, v_dim=128),
     "depths 64 and 192": Case(kv_len=300, v_dim=192),
     "depth 256": Case(kv_len=512, depth=256, kv_heads=2),
+    "depth 16": Case(kv_len=300, depth=16, heads=8, kv_heads=2),
+    "depth 32, offset": Case(q_len=2, kv_len=520, batch=2, depth=32, options=CAUSAL | {"q_offset": lengths(400, 7)}),
+    "depth 80, lengths": Case(
+        kv_len=600, batch=4, kv_heads=2, depth=80, options={"key_value_seq_lengths": lengths(0, 5, 130, 600)}
+    ),
+    "depth 96, 2 queries, sinks": Case(
+        q_len=2, kv_len=512, depth=96, kv_heads=2, options={"sinks": np.array([0, 1, -1, 3], np.float32)}
+    ),
+    "depths 112 and 48": Case(kv_len=512, depth=112, v_dim=48),
+    "depths 64 and 208": Case(kv_len=300, v_dim=208),
 }
 
 
@@ -81,6 +91,9 @@ EACH_RUN = {
     ("2 queries, sinks", "2 in a cluster"),
     ("3 queries, group of 5", "8 in a cluster"),
     ("depths 64 and 192", "2 in a cluster"),
+    ("depth 80, lengths", "5 parts"),
+    ("depth 96, 2 queries, sinks", "8 in a cluster"),
+    ("depths 112 and 48", "whole"),
 }
 
 
@@ -114,11 +127,12 @@ def test_under_vmap(tiles_name):
     np.testing.assert_array_equal(lse[:, 0], whole_lse)
 
 
+@pytest.mark.parametrize("depth", [64, 80, pytest.param(96, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("broken", [jnp.nan, pytest.param(jnp.inf, marks=pytest.mark.exhaustive)])
-def test_what_a_broken_key_breaks(broken):
+def test_what_a_broken_key_breaks(broken, depth):
     """A value that is no finite number reaches the queries that see it, and no others."""
     options = {"is_causal": True, "q_offset": lengths(399)}
-    problem, inputs, aux = Case(q_len=2, kv_len=512, options=options).prepare()
+    problem, inputs, aux = Case(q_len=2, kv_len=512, depth=depth, options=options).prepare()
     for key, reached in ((399, [0, 1]), (400, [1]), (401, [])):
         given = inputs._replace(value=inputs.value.at[0, key, 0, 3].set(broken))
         attend = simulate(

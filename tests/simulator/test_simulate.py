@@ -278,3 +278,14 @@ def test_a_copy_of_what_does_not_lie_together_is_told(rows, columns, told):
         assert "its parts do not lie together there" in (sim.failure or ""), sim.report()
     else:
         np.testing.assert_array_equal(*as_float(sim.check(), x[:rows, :columns]))
+
+
+@pytest.mark.parametrize(("rows", "columns", "told"), [(2, 96, False), (1, 128, False), (1, 96, True)])
+def test_a_store_beyond_the_end_of_a_row_is_told(rows, columns, told):
+    """Several rows are cut off by the tensor map. A row that is stored by itself has none."""
+    x = numbers(4, 128)
+    sim = simulate(lambda x: kernels.store_wide(x, columns, rows=rows), x)
+    if told:
+        assert "so that it goes on with what comes next" in (sim.failure or ""), sim.report()
+    else:
+        np.testing.assert_array_equal(*as_float(sim.check(), x[:, :columns]))

@@ -13,6 +13,10 @@ hide one another's latencies.
               out = out * rescale + V(j)^T P^T       frees consumed(j)
               K, V of the step `stages` later        into the slots that all have left, waits consumed(j)
 
+wgmma has 64 rows at a time, so values of depths that are no multiples of it come to their product by way of registers,
+where rows that are not there are others once more, and nobody stores them. So do keys of odd multiples of 16, to the
+first product: these lie in plain rows.
+
 A block takes the tiles of keys that the rows of one key/value head see, or with `splits` a part of them, from the last
 on: where a mask hides keys, that is mostly in the last. Where one does, broken values are looked for, and mended,
 before the tile is multiplied.
@@ -40,10 +44,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.by_column import WARPS, max_by_column, sum_by_column
-from fast_layers.kernel_parts.fragments import store_turned
+from fast_layers.kernel_parts.fragments import load_factor, load_turned_factor, store_turned
 from fast_layers.kernel_parts.online_softmax import OnlineSoftmax
 from fast_layers.kernel_parts.over_batch import over_batch
-from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.ops.attention import hopper_few_rows_join, packed_heads, split_kv
 from fast_layers.ops.attention.config import PART_COLUMNS
 from fast_layers.ops.attention.forward_parts import (
@@ -56,7 +60,7 @@ from fast_layers.ops.attention.forward_parts import (
     see_nothing,
     sinks_by_row,
 )
-from fast_layers.ops.attention.hopper_few_rows_config import HopperFewRowsTiles
+from fast_layers.ops.attention.hopper_few_rows_config import HopperFewRowsTiles, is_swizzled, whole_depth
 from fast_layers.ops.attention.hopper_few_rows_join import Scratch
 from fast_layers.ops.attention.hopper_fwd_scores import log2_logits
 from fast_layers.ops.attention.kernel_operands import SHARED, pad_for_tma, round_up
@@ -97,6 +101,8 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
     """(out [B, T, N, V], lse [B, N, T]); `p` has `group` heads of each query as rows."""
     qk_dim, v_dim, queries = p.qk_dim, p.v_dim, p.q_len // group
     columns, kv_tile, stages, splits = tiles.columns, tiles.kv_tile, tiles.stages, tiles.splits
+    v_rows = whole_depth(v_dim)
+    out_parts = [v_dim] if v_dim == v_rows else [_ROWS] * (v_rows // _ROWS)
     work = Work(p, tiles, columns, qk_dim, v_dim, backwards=True)
     tree = jax.tree.structure(operands)
 
@@ -145,7 +151,8 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
                     plgpu.commit_smem()
 
             def multiply_keys(acc):
-                plgpu.wgmma(acc, key, s.q_slot.T)
+                factor = key if is_swizzled(qk_dim) else load_factor(key)
+                plgpu.wgmma(acc, factor, s.q_slot.at[:, pl.ds(0, qk_dim)].T)
                 return acc[...]
 
             scores = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef((kv_tile, columns), jnp.float32))
@@ -155,13 +162,19 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
                 scores = lax.cond(span.ragged(j), lambda x: mask.hide(x, rows=rows, **at), lambda x: x, scores)
             state, weights, rescale = state.step(scores, to_log2, s.exchange)
             s.weight_slot.T[...] = weights.astype(p.dtype)
+            factors = [value.T]
+            if v_dim < v_rows:
+                factors = [load_turned_factor(value, at, is_swizzled(v_dim)) for at in range(0, v_dim, _ROWS)]
             plgpu.commit_smem()
 
-            def multiply_values(acc):
-                plgpu.wgmma(acc, value.T, s.weight_slot.T)
-                return acc[...]
+            def multiply_values(*accs):
+                for acc, factor in zip(accs, factors, strict=True):
+                    plgpu.wgmma(acc, factor, s.weight_slot.T)
+                return [acc[...] for acc in accs]
 
-            product = pl.run_scoped(multiply_values, plgpu.WGMMAAccumulatorRef((v_dim, columns), jnp.float32))
+            products = pl.run_scoped(
+                multiply_values, *(plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32) for rows in out_parts)
+            )
             plgpu.barrier_arrive(s.consumed.at[slot])
 
             @pl.when(i + stages < span.tiles)
@@ -169,27 +182,31 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
                 plgpu.barrier_wait(s.consumed.at[slot])
                 load(i + stages)
 
-            return state, out * _by_column(rescale, v_dim) + product
+            return state, [x + product for x, product in zip(scaled(out, rescale), products, strict=True)]
+
+        def scaled(out, factors):
+            return [x * _by_column(factors, x.shape[0]) for x in out]
 
         heads = pl.ds(piece.head * group, group)
         for t in range(queries):
             rows_of_query = s.loose_query.at[pl.ds(t * group, group)]
-            plgpu.copy_gmem_to_smem(inputs.query.at[piece.example, t, heads], rows_of_query, s.q_ready)
+            query, rows_of_query = _beside(inputs.query.at[piece.example, t, heads], rows_of_query)
+            plgpu.copy_gmem_to_smem(query, rows_of_query, s.q_ready)
         for i in range(stages):
             pl.when(i < span.tiles)(lambda i=i: load(i))
         plgpu.barrier_wait(s.q_ready)
         # Its rows stand closer than a swizzled tile's, and nobody asks for columns that are not there.
         s.q_slot.T[...] = plgpu.load(s.loose_query.T, layout=WGMMA, optimized=False)
         plgpu.commit_smem()
-        nothing = plgpu.layout_cast(jnp.zeros((v_dim, columns), jnp.float32), WGMMA)
+        nothing = [plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), WGMMA) for rows in out_parts]
         state, out = lax.fori_loop(0, span.tiles, step, (_ColumnSoftmax.start(columns), nothing))
         state = state.whole(s.exchange)
         if inputs.sinks is not None and not tiles.in_cluster:
             state, rescale = join_sink(state, inputs.sinks, piece, pl.ds(0, columns), _BY_COLUMN)
-            out = out * _by_column(rescale, v_dim)
+            out = scaled(out, rescale)
         normaliser, lse = state.finish()
-        out_slot = s.out_slot.at[:, pl.ds(0, v_dim)] if tiles.in_cluster else s.out_slot
-        store_turned(out_slot, (out * _by_column(normaliser, v_dim)).astype(work.out_dtype))
+        for i, x in enumerate(scaled(out, normaliser)):
+            store_turned(s.out_slot.at[:, pl.ds(i * _ROWS, x.shape[0])], x.astype(work.out_dtype))
         s.lse_slot[...] = lse
         plgpu.commit_smem()
         if tiles.in_cluster:
@@ -197,11 +214,12 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
             return
         plgpu.copy_smem_to_gmem(s.lse_slot, lse_ref.at[piece.out_index, piece.head])
         if splits > 1:
-            to = out_ref.at[piece.out_index, pl.ds(0, p.q_len), piece.head, pl.ds(0, v_dim)]
+            to = out_ref.at[piece.out_index, pl.ds(0, p.q_len), piece.head, pl.ds(0, v_rows)]
             plgpu.copy_smem_to_gmem(s.out_slot.at[pl.ds(0, p.q_len)], to)
         else:
             for t in range(queries):
-                plgpu.copy_smem_to_gmem(s.out_slot.at[pl.ds(t * group, group)], out_ref.at[piece.example, t, heads])
+                to, rows_of_out = _beside(out_ref.at[piece.example, t, heads], s.out_slot.at[pl.ds(t * group, group)])
+                plgpu.copy_smem_to_gmem(rows_of_out, to)
 
     out_shape, parts = (p.batch, queries, p.heads * group, v_dim), 1
     if tiles.leaves_parts:
@@ -232,11 +250,17 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
 def _scratch_types(p: Problem, tiles: HopperFewRowsTiles, queries: int, out_dtype: Any) -> dict[str, Any]:
     """Of `Scratch`."""
     columns, kv_tile, stages = tiles.columns, tiles.kv_tile, tiles.stages
+
+    def slots(depth: int) -> Any:
+        shape = stages, kv_tile, depth
+        return smem_tile(*shape, dtype=p.dtype) if is_swizzled(depth) else plgpu.SMEM(shape, p.dtype)
+
+    q_columns = whole_depth(p.qk_dim)
     types = {
-        "loose_query": plgpu.SMEM((columns, p.qk_dim), p.dtype),
-        "q_slot": smem_tile(columns, p.qk_dim, dtype=p.dtype),
-        "k_slots": smem_tile(stages, kv_tile, p.qk_dim, dtype=p.dtype),
-        "v_slots": smem_tile(stages, kv_tile, p.v_dim, dtype=p.dtype),
+        "loose_query": plgpu.SMEM((columns, q_columns), p.dtype),
+        "q_slot": smem_tile(columns, q_columns, dtype=p.dtype, columns=swizzled_columns(p.qk_dim, p.dtype)),
+        "k_slots": slots(p.qk_dim),
+        "v_slots": slots(p.v_dim),
         "weight_slot": smem_tile(columns, kv_tile, dtype=p.dtype),
         "out_slot": plgpu.SMEM((columns, tiles.out_columns(p.v_dim)), out_dtype),
         "by_column": plgpu.SMEM((WARPS + 1, columns), jnp.float32),
@@ -249,6 +273,19 @@ def _scratch_types(p: Problem, tiles: HopperFewRowsTiles, queries: int, out_dtyp
         if (out_columns := tiles.out_columns(p.v_dim)) > p.v_dim:
             types["row_slots"] = plgpu.SMEM((tiles.rows_joined(p.q_len), out_columns), p.dtype)
     return types
+
+
+def _beside(rows: Any, slot: Any) -> tuple[Any, Any]:
+    """In a kernel: rows in the GPU's memory and a slot for them that may be wider, so that a copy takes both. What lies
+    in the slot beside the rows is nothing, and is not written."""
+    width = slot.shape[1]
+    if rows.shape[1] == width:
+        return rows, slot
+    if rows.shape[0] == 1:
+        # A row by itself would be copied without a tensor map, which is what knows where rows end.
+        return rows, slot.at[:, pl.ds(0, rows.shape[1])]
+    start = lax.axis_index("block") * 0  # JAX refuses a slice of which it knows that it ends outside
+    return rows.at[:, pl.ds(start, width)], slot
 
 
 class _ColumnSoftmax(NamedTuple):

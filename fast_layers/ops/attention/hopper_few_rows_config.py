@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS, PART_COLUMNS, SWIZZLED_COLUMNS
+from fast_layers.ops.attention.config import (
+    HOPPER_SMEM_BYTES,
+    HOPPER_SMS,
+    PART_COLUMNS,
+    SWIZZLED_COLUMNS,
+    TMA_COLUMNS,
+)
 from fast_layers.ops.attention.kernel_operands import round_up
 from fast_layers.ops.attention.problem import Problem
 
@@ -15,6 +21,9 @@ _MOST_COLUMNS = 32
 _FEW_COLUMNS, _DEPTH_OF_MANY = 16, 128
 """More columns are taken up to this depth. A step of them takes longer to compute than to load, which others hide where
 several blocks share an SM."""
+_FEWEST_SWIZZLED_COLUMNS = 32
+_MOST_PLAIN_KEYS = 32_768
+"""Of all heads. With 16,384 this kernel was timed to be faster, with 65,536 not."""
 _RESERVED_BYTES = 1 << 10
 """Of an SM's shared memory, for each block."""
 _STEP_BYTES = 32 << 10
@@ -51,12 +60,35 @@ _MOST_ALONE = 64
 
 
 def takes(problem: Problem) -> bool:
-    """Whether the call has few queries with few heads to a key/value head, of depths in whole tiles, and nothing for
-    each score."""
+    """Whether the call has few queries with few heads to a key/value head, of depths for which the cache needs no copy,
+    and nothing for each score."""
     p = problem
     most = _MOST_COLUMNS if max(p.qk_dim, p.v_dim) <= _DEPTH_OF_MANY else _FEW_COLUMNS
-    whole = p.qk_dim % SWIZZLED_COLUMNS == p.v_dim % SWIZZLED_COLUMNS == 0
-    return p.q_len * p.group <= most and whole and not p.per_score
+    whole = p.qk_dim % TMA_COLUMNS == p.v_dim % TMA_COLUMNS == 0
+    return p.q_len * p.group <= most and whole and not p.per_score and not _loads_slowly(p)
+
+
+def _loads_slowly(problem: Problem) -> bool:
+    """Whether few blocks go through many deep keys in plain rows. At 16,384 keys of depth 80 that was 13 % slower than
+    the kernel for all forwards."""
+    p = problem
+    plain = not (is_swizzled(p.qk_dim) and is_swizzled(p.v_dim))
+    deep, heads = max(p.qk_dim, p.v_dim) > SWIZZLED_COLUMNS, p.batch * p.kv_heads
+    return plain and deep and heads <= _MOST_ALONE and heads * p.kv_len > _MOST_PLAIN_KEYS
+
+
+def is_swizzled(depth: int) -> bool:
+    """Whether keys or values of this depth lie in swizzled tiles, else in plain rows.
+
+    Of an odd multiple of 16 such tiles are so narrow that copies take longer: TMA takes its time for each row of a
+    tile. Plain rows of an even one would have threads wait for the same banks of shared memory.
+    """
+    return depth % _FEWEST_SWIZZLED_COLUMNS == 0
+
+
+def whole_depth(depth: int) -> int:
+    """As many columns as can be rows of wgmma's products."""
+    return round_up(depth, SWIZZLED_COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +127,7 @@ class HopperFewRowsTiles:
 
     def out_columns(self, v_dim: int) -> int:
         """Of a row of out in shared memory."""
-        return round_up(v_dim, PART_COLUMNS) if self.in_cluster else v_dim
+        return round_up(v_dim, PART_COLUMNS) if self.in_cluster else whole_depth(v_dim)
 
     def rows_joined(self, rows: int) -> int:
         """Those that a block of a cluster puts together, of so many in all."""
@@ -103,9 +135,9 @@ class HopperFewRowsTiles:
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """The last for barriers, a row of lse and what warps exchange."""
-        inputs = 2 * (2 * self.columns * qk_dim + self.stages * self.kv_tile * (qk_dim + v_dim))
+        inputs = 2 * (2 * self.columns * whole_depth(qk_dim) + self.stages * self.kv_tile * (qk_dim + v_dim))
         out_bytes, out_columns = 4 if self.splits > 1 else 2, self.out_columns(v_dim)
-        joined = 2 * self.rows_joined(self.columns) * out_columns if out_columns > v_dim else 0
+        joined = 2 * self.rows_joined(self.columns) * out_columns if self.in_cluster and out_columns > v_dim else 0
         return inputs + self.columns * (2 * self.kv_tile + out_bytes * out_columns) + joined + (2 << 10)
 
     def _blocks_per_sm(self, qk_dim: int, v_dim: int) -> int:

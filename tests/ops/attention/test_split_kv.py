@@ -66,8 +66,13 @@ def test_chosen_tiles_fit_in_shared_memory(depths, batch, q_len):
         pytest.param({"kv_heads": 2}, True, id="16 heads of a key head"),
         pytest.param({"kv_heads": 1}, True, id="32 heads of a key head"),
         pytest.param({"qk_dim": 192}, True, id="depths that differ"),
-        pytest.param({"qk_dim": 96}, False, id="a query depth that is no multiple of 64"),
-        pytest.param({"v_dim": 96}, False, id="a value depth that is no multiple of 64"),
+        pytest.param({"qk_dim": 96, "v_dim": 32}, True, id="depths that are multiples of 32"),
+        pytest.param({"qk_dim": 72}, False, id="a query depth that is no multiple of 16"),
+        pytest.param({"v_dim": 72}, False, id="a value depth that is no multiple of 16"),
+        pytest.param({"qk_dim": 80, "v_dim": 80}, False, id="few blocks for many deep keys in plain rows"),
+        pytest.param({"qk_dim": 80, "v_dim": 80, "kv_len": 4096}, True, id="fewer keys"),
+        pytest.param({"qk_dim": 80, "v_dim": 80, "batch": 16}, True, id="more blocks"),
+        pytest.param({"qk_dim": 48, "v_dim": 48}, True, id="keys that are not deep"),
         pytest.param({"q_len": 4}, True, id="16 rows: four queries of four heads"),
         pytest.param({"q_len": 16, "kv_heads": 32}, True, id="16 queries, no group"),
         pytest.param({"q_len": 8}, True, id="32 rows"),
@@ -145,7 +150,9 @@ def test_tiles_of_few_rows(changes, wanted):
     assert tiles == HopperFewRowsTiles(tiles.columns, *wanted)
 
 
-@pytest.mark.parametrize("depths", [(64, 64), (64, 256), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "depths", [(16, 16), (64, 64), (64, 256), (80, 80), (96, 112), (192, 128), (240, 208), (256, 256)]
+)
 @pytest.mark.parametrize("columns", [8, 16, 32])
 @pytest.mark.parametrize("batch", [1, 128])
 def test_tiles_of_few_rows_fit_in_shared_memory(depths, columns, batch):
