@@ -12,7 +12,7 @@ from fast_layers.ops.attention.config import (
     SWIZZLED_COLUMNS,
     TMA_COLUMNS,
 )
-from fast_layers.ops.attention.kernel_operands import round_up
+from fast_layers.ops.attention.kernel_operands import padded_depth, round_up
 from fast_layers.ops.attention.problem import Problem
 
 _EIGHT = 8
@@ -88,7 +88,7 @@ def is_swizzled(depth: int) -> bool:
 
 def whole_depth(depth: int) -> int:
     """As many columns as can be rows of wgmma's products."""
-    return round_up(depth, SWIZZLED_COLUMNS)
+    return padded_depth(depth, SWIZZLED_COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True)
