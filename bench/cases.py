@@ -180,6 +180,12 @@ def _gqa() -> list[Case]:
     return [square("gqa", 128, t, heads=n, kv_heads=8, causal=True) for n in (32, 64) for t in (16_384, 8192, 2048)]
 
 
+def _other_depths() -> list[Case]:
+    """Multiples of 16 that the main grid leaves out."""
+    masks = [(16_384, True), (4096, True), (4096, False)]
+    return [square("depths", depth, t, causal=causal) for depth in (80, 96, 112, 32, 48) for t, causal in masks]
+
+
 GROUPS: dict[str, list[Case]] = {
     "d128": _main(128),
     "d64": _main(64),
@@ -190,6 +196,7 @@ GROUPS: dict[str, list[Case]] = {
         for t in (16_384, 4096, 1024)
         for causal in (True, False)
     ],
+    "depths": _other_depths(),
     "window": [square("window", 128, t, causal=True, window=1024) for t in (16_384, 4096)],
     "packed": [square("packed", 128, TOKENS, causal=causal, documents=8) for causal in (True, False)],
     "lengths": [square("lengths", 128, 2048, causal=causal, padded=True) for causal in (True, False)],

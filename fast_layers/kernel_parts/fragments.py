@@ -24,8 +24,6 @@ from fast_layers.kernel_parts.smem_tile import smem_tile
 
 ROWS = 64
 _FACTOR_COLUMNS = 64
-_SWIZZLED_COLUMNS = 32
-"""Of `load_turned_factor`'s swizzled tiles."""
 _WIDTH = 256
 _WGMMA = plgpu.Layout.WGMMA
 _BY_ROW = _WGMMA.reduce(1)
@@ -129,45 +127,48 @@ def store_factor(tile: Any, x: Array) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), _WGMMA))(store)(tile, x)
 
 
-def load_factor(tile: Any) -> Array:
-    """In a kernel, by a warpgroup: a plain tile of 16 bits in shared memory, as a product's first factor.
+def load_factor(tile: Any, columns: int) -> Array:
+    """In a kernel, by a warpgroup: the first columns of a plain tile of 16 bits in shared memory, as a product's first
+    factor.
 
-    Rows in multiples of 64, columns of 16.
+    Rows in multiples of 64, columns of 16; the tile's of 8, an odd number of which lets eight rows have banks of their
+    own.
     """
-    rows, columns = tile.shape
+    rows, pitch = tile.shape[0], 2 * tile.shape[1]
 
     def matrices(warp, row, chunk, half):
         own = arith.addi(arith.addi(times(warp, 16), times(half, 8)), row)
-        place = arith.addi(times(own, 2 * columns), times(chunk, 16))
+        place = arith.addi(times(own, pitch), times(chunk, 16))
         return [
-            arith.addi(place, utils.c(2 * columns * first + 2 * column, place.type))
+            arith.addi(place, utils.c(pitch * first + 2 * column, place.type))
             for first in range(0, rows, ROWS)
             for column in range(0, columns, 16)
         ]
 
-    return _load_factor(tile, (), tile.shape, matrices, "", lambda x: x)
+    return _load_factor(tile, (), (rows, columns), matrices, "", lambda x: x[:, :columns])
 
 
-def load_turned_factor(tile: Any, start: int, swizzled: bool) -> Array:
+def load_turned_factor(tile: Any, start: int, columns: int, swizzled: int | None) -> Array:
     """As `load_factor` [64, rows of the tile]: columns `start` to `start` + 64, for those that are not there others.
 
-    Rows and columns in multiples of 16; or columns of 32, if the tile is `swizzled` by as many.
+    Rows and columns in multiples of 16, of a plain tile as `load_factor` has it, or of one of as many columns that is
+    `swizzled` by so many, 32 or 64.
     """
-    rows, columns = tile.shape
-    transforms = smem_tile(rows, columns, dtype=tile.dtype, columns=_SWIZZLED_COLUMNS).transforms if swizzled else ()
+    rows, pitch = tile.shape[0], 2 * tile.shape[1]
+    transforms = () if swizzled is None else smem_tile(*tile.shape, dtype=tile.dtype, columns=swizzled).transforms
 
     def matrices(warp, row, chunk, half):
         part = arith.minui(arith.addi(warp, utils.c(start // 16, warp.type)), utils.c(columns // 16 - 1, warp.type))
-        if swizzled:
-            # Eight rows of a tile lie together, and each two of them have their 16 bytes in an order of their own.
-            beside, within = divided(part, _SWIZZLED_COLUMNS // 16)
-            sixteen = arith.xori(arith.addi(times(within, 2), half), divided(row, 2)[0])
-            place = arith.addi(times(chunk, 8 * 2 * columns), times(beside, 8 * 2 * _SWIZZLED_COLUMNS))
-            place = arith.addi(place, arith.addi(times(row, 2 * _SWIZZLED_COLUMNS), times(sixteen, 16)))
+        if swizzled is not None:
+            # Eight rows of a tile lie together, and each, or each two, have their 16 bytes in an order of their own.
+            beside, within = divided(part, swizzled // 16)
+            sixteen = arith.xori(arith.addi(times(within, 2), half), divided(row, ROWS // swizzled)[0])
+            place = arith.addi(times(chunk, 8 * pitch), times(beside, 8 * 2 * swizzled))
+            place = arith.addi(place, arith.addi(times(row, 2 * swizzled), times(sixteen, 16)))
         else:
-            place = arith.addi(times(arith.addi(times(chunk, 8), row), 2 * columns), times(part, 32))
+            place = arith.addi(times(arith.addi(times(chunk, 8), row), pitch), times(part, 32))
             place = arith.addi(place, times(half, 16))
-        return [arith.addi(place, utils.c(2 * columns * first, place.type)) for first in range(0, rows, 16)]
+        return [arith.addi(place, utils.c(pitch * first, place.type)) for first in range(0, rows, 16)]
 
     def simulated(x):
         column = np.minimum(start + np.arange(0, ROWS, 16), columns - 16)[:, None] + np.arange(16)

@@ -21,9 +21,9 @@ from fast_layers.dispatch import PASSES
 from fast_layers.kernel_parts.row_sizes import sizes_of
 from fast_layers.ops.attention import api, hopper_bwd_scores, hopper_call
 from fast_layers.ops.attention.backends import BACKENDS
-from fast_layers.ops.attention.hopper_bwd_beside import Sequence
 from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_groups import Share, scores_by_queries
+from fast_layers.ops.attention.hopper_bwd_sequence import Sequence
 from fast_layers.testing import check_parity
 from fast_layers.testing.closeness import assert_bitwise_equal, assert_close, judge
 from fast_layers.testing.parity import CASES, Case
@@ -222,13 +222,16 @@ def test_a_broken_key_that_the_forward_found_spoils_nobody_before_it(name, broke
     assert_close(got[:, :first], oracle[:, :first], yardstick[:, :first], name="query")
 
 
-# (batch, length, heads, key heads, causal), of depth 128, where Hopper's backward makes dQ by blocks among those that
-# leave dS.
+# (batch, length, heads, key heads, depth, causal), where Hopper's backward makes dQ by blocks among those that leave
+# dS.
 BESIDE = {
-    "causal": (2, 4096, 16, 16, True),
-    "causal, long": (1, 8192, 16, 16, True),
-    "causal, grouped heads": (1, 16_384, 32, 8, True),
-    "full": (8, 2048, 12, 12, False),
+    "causal": (2, 4096, 16, 16, 128, True),
+    "causal, long": (1, 8192, 16, 16, 128, True),
+    "causal, grouped heads": (1, 16_384, 32, 8, 128, True),
+    "causal, depth 80": (2, 4096, 16, 16, 80, True),
+    "full": (8, 2048, 12, 12, 128, False),
+    "full, depth 96": (8, 2048, 12, 12, 96, False),
+    "full, depth 112": (8, 2048, 12, 12, 112, False),
 }
 
 
@@ -237,9 +240,9 @@ BESIDE = {
 @pytest.mark.parametrize("name", BESIDE)
 def test_d_query_by_blocks_of_the_same_launch(name, dtype, broken, monkeypatch):
     """In each of many runs they give the bits of a kernel of its own."""
-    batch, length, heads, kv_heads, is_causal = BESIDE[name]
-    rng = np.random.default_rng(0)
-    operands = [rng.normal(size=(batch, length, n, 128)).astype(np.float32) for n in (heads, kv_heads, kv_heads, heads)]
+    batch, length, heads, kv_heads, depth, is_causal = BESIDE[name]
+    rng, all_heads = np.random.default_rng(0), (heads, kv_heads, kv_heads, heads)
+    operands = [rng.normal(size=(batch, length, n, depth)).astype(np.float32) for n in all_heads]
     if broken:
         operands[1][0, length - 300, 1, 63] = np.nan
     query, key, value, d_out = (jnp.asarray(x, dtype) for x in operands)
@@ -253,7 +256,7 @@ def test_d_query_by_blocks_of_the_same_launch(name, dtype, broken, monkeypatch):
         return jax.vjp(op, query, key, value)[1](d_out)
 
     beside = jax.jit(gradients).lower(query, key, value, d_out).compile()
-    assert Sequence.of(problems[0], HopperBackwardTiles.of(problems[0])) is not None
+    assert HopperBackwardTiles.of(problems[0]).sequence(problems[0]) is not None
     monkeypatch.setattr(Sequence, "of", lambda *_: None)
     jax.clear_caches()
     apart = jax.jit(gradients).lower(query, key, value, d_out).compile()
@@ -275,6 +278,47 @@ def test_window_on_whole_tiles(backend):
         batch=2, q_len=2048, kv_len=2048, heads=4, kv_heads=2, qk_dim=128, v_dim=128, is_causal=True, window=(1023, 0)
     )
     table = check_parity(backends=[backend], cases={"window": case}, dtypes=[jnp.bfloat16])
+    refusals.settle(backend, table)
+
+
+# Of depths at which Hopper's backward has tiles of its own, or lets TMA fill up those of 64.
+_BETWEEN = Case(batch=2, q_len=1024, kv_len=1024, heads=8, kv_heads=8)
+BETWEEN = {
+    "80": (80, dataclasses.replace(_BETWEEN, kv_len=512, kv_heads=2)),
+    "80, causal": (80, dataclasses.replace(_BETWEEN, is_causal=True, lse_gradient=True)),
+    "80, causal documents, padding of NaN": (
+        80,
+        dataclasses.replace(_BETWEEN, documents=(500, 3, 400), poisoned_padding=True, is_causal=True),
+    ),
+    "80, odd lengths": (80, dataclasses.replace(_BETWEEN, q_len=1000, kv_len=900)),
+    "96, causal, long, grouped heads": (
+        96,
+        dataclasses.replace(_BETWEEN, batch=1, q_len=8192, kv_len=8192, kv_heads=2, is_causal=True),
+    ),
+    "96, window": (96, dataclasses.replace(_BETWEEN, q_len=2048, kv_len=2048, is_causal=True, window=(1023, 0))),
+    "96, soft cap": (96, dataclasses.replace(_BETWEEN, softcap=5.0, is_causal=True)),
+    "96, lengths": (96, dataclasses.replace(_BETWEEN, key_lengths=(1000, 77), query_lengths=(999, 300))),
+    "100, causal": (100, dataclasses.replace(_BETWEEN, is_causal=True)),
+    "112": (112, _BETWEEN),
+    "112, causal": (112, dataclasses.replace(_BETWEEN, kv_heads=4, is_causal=True)),
+    "48, causal": (48, dataclasses.replace(_BETWEEN, kv_heads=4, is_causal=True, lse_gradient=True)),
+    "48, odd lengths": (48, dataclasses.replace(_BETWEEN, q_len=1000, kv_len=900)),
+    "32": (32, _BETWEEN),
+    "32, causal documents, padding of NaN": (
+        32,
+        dataclasses.replace(_BETWEEN, documents=(500, 3, 400), poisoned_padding=True, is_causal=True),
+    ),
+    "16, window": (16, dataclasses.replace(_BETWEEN, is_causal=True, window=(300, 0))),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_depths_that_are_no_multiples_of_64(backend, name, dtype):
+    depth, case = BETWEEN[name]
+    case = dataclasses.replace(case, qk_dim=depth, v_dim=depth)
+    table = check_parity(backends=[backend], cases={name: case}, dtypes=[dtype])
     refusals.settle(backend, table)
 
 

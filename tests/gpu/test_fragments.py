@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +44,33 @@ def test_loaded(columns, dtype):
 def test_factor(dtype):
     tile = _tile(64, dtype)
     np.testing.assert_array_equal(jax.jit(fragments.factor)(tile), tile)
+
+
+@pytest.mark.parametrize("beside", [0, 8])
+@pytest.mark.parametrize("columns", [16, 48, 80, 96, 112])
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_loaded_factor(rows, columns, beside, dtype):
+    tile = jnp.tile(_tile(columns + beside, dtype), (rows // 64, 1))
+    got = jax.jit(functools.partial(fragments.loaded_factor, beside=beside))(tile)
+    np.testing.assert_array_equal(got, tile[:, :columns])
+
+
+@pytest.mark.parametrize(
+    ("columns", "start", "beside", "swizzled"),
+    [
+        *((columns, start, 0, None) for columns, start in [(48, 0), (80, 0), (80, 64), (112, 64)]),
+        *((columns, start, 8, None) for columns, start in [(32, 0), (80, 64), (96, 64), (112, 64)]),
+        *((columns, start, 0, 32) for columns, start in [(32, 0), (96, 64), (160, 128)]),
+        *((columns, start, 0, 64) for columns, start in [(64, 0), (128, 64)]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_loaded_turned_factor(columns, start, beside, swizzled, dtype):
+    tile = _tile(columns + beside, dtype)
+    kernel = functools.partial(fragments.loaded_factor, start=start, beside=beside, swizzled=swizzled)
+    wanted = tile[:, start : min(start + 64, columns)].T
+    np.testing.assert_array_equal(jax.jit(kernel)(tile)[: len(wanted)], wanted)
 
 
 @pytest.mark.parametrize("rows", [64, 192])

@@ -10,14 +10,9 @@ import pytest
 
 from fast_layers.kernel_parts import fragments
 
-TILE_ROWS, TILE_COLUMNS = 8, 32
-LOADS = {
-    "plain": (fragments.load_factor, lambda x: x),
-    "turned": (lambda tile: fragments.load_turned_factor(tile, 0, False), lambda x: x[:, :64].T),
-    "turned, from 64 on": (lambda tile: fragments.load_turned_factor(tile, 64, False), lambda x: x[:, 64:].T),
-    "turned, swizzled": (lambda tile: fragments.load_turned_factor(tile, 0, True), lambda x: x[:, :64].T),
-    "turned, swizzled, from 64 on": (lambda tile: fragments.load_turned_factor(tile, 64, True), lambda x: x[:, 64:].T),
-}
+TILE_ROWS = 8
+LOADS = {"plain": (None, None), **{f"turned, by {by}, from {at}": (at, by) for by in (None, 32, 64) for at in (0, 64)}}
+"""From which column on they are turned, and by how many they are swizzled."""
 
 
 class _Number(int):
@@ -30,12 +25,12 @@ def _of_numbers(fn):
     return lambda *given: _Number(fn(*given))
 
 
-def _swizzled(x: np.ndarray) -> np.ndarray:
-    """As TMA leaves it in tiles of 64 bytes a row: its 16 bytes in an order that every two rows change (PTX ISA,
-    "Swizzling Modes")."""
+def _swizzled(x: np.ndarray, by: int) -> np.ndarray:
+    """As TMA leaves it in tiles of 128 or 64 bytes a row: its 16 bytes in an order that every row changes, or every two
+    (PTX ISA, "Swizzling Modes")."""
     rows, columns = x.shape
-    tiles = x.reshape(rows // TILE_ROWS, TILE_ROWS, columns // TILE_COLUMNS, 4, 8).swapaxes(1, 2)
-    place = np.arange(4) ^ (np.arange(TILE_ROWS)[:, None] // 2)
+    tiles = x.reshape(rows // TILE_ROWS, TILE_ROWS, columns // by, by // 8, 8).swapaxes(1, 2)
+    place = np.arange(by // 8) ^ (np.arange(TILE_ROWS)[:, None] // (64 // by))
     found = np.empty_like(tiles)
     for row in range(TILE_ROWS):
         found[:, :, row, place[row]] = tiles[:, :, row]
@@ -63,12 +58,14 @@ def _read(memory: np.ndarray, shape: tuple[int, int], matrices, turned: str) -> 
     return found
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(64, 80), (128, 96), (64, 208)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "beside"), [(64, 80, 0), (64, 80, 8), (128, 96, 0), (128, 96, 8), (64, 208, 0)]
+)
 @pytest.mark.parametrize("name", LOADS)
-def test_factors_are_read_where_they_lie(monkeypatch, name, rows, columns):
-    if "swizzled" in name and columns % TILE_COLUMNS:
-        columns += 16
-    x = np.arange(rows * columns, dtype=np.uint16).reshape(rows, columns)
+def test_factors_are_read_where_they_lie(monkeypatch, name, rows, columns, beside):
+    start, by = LOADS[name]
+    columns, beside = (columns, beside) if by is None else (-(-columns // by) * by, 0)
+    x = np.arange(rows * (columns + beside), dtype=np.uint16).reshape(rows, -1)
     arith = {"addi": operator.add, "minui": min, "xori": operator.xor}
     arith = types.SimpleNamespace(**{name: _of_numbers(fn) for name, fn in arith.items()})
     monkeypatch.setattr(fragments, "arith", arith)
@@ -76,9 +73,14 @@ def test_factors_are_read_where_they_lie(monkeypatch, name, rows, columns):
     monkeypatch.setattr(fragments, "times", _of_numbers(operator.mul))
     monkeypatch.setattr(fragments, "divided", lambda x, by: tuple(map(_Number, divmod(x, by))))
     monkeypatch.setattr(fragments, "_load_factor", lambda *given: given)
-    load, wanted = LOADS[name]
-    _, transforms, shape, matrices, turned, stand_in = load(types.SimpleNamespace(shape=x.shape, dtype="bfloat16"))
-    got = _read(_swizzled(x) if transforms else x.reshape(-1), shape, matrices, turned)
+    tile = types.SimpleNamespace(shape=x.shape, dtype="bfloat16")
+    whole = x[:, :columns]
+    if start is None:
+        found, wanted = fragments.load_factor(tile, columns), whole
+    else:
+        found, wanted = fragments.load_turned_factor(tile, start, columns, by), whole[:, start : start + 64].T
+    _, transforms, shape, matrices, turned, stand_in = found
+    assert bool(transforms) == (by is not None)
+    got = _read(x.reshape(-1) if by is None else _swizzled(x, by), shape, matrices, turned)
     np.testing.assert_array_equal(got, stand_in(x))
-    real = wanted(x)[: fragments.ROWS if turned else None]
-    np.testing.assert_array_equal(got[: len(real)], real)
+    np.testing.assert_array_equal(got[: len(wanted)], wanted)

@@ -66,17 +66,18 @@ def factor(x: jax.Array, *, fault: str | None = None) -> jax.Array:
     )
 
 
-def loaded_factor(x: jax.Array, start: int | None = None, *, swizzled: bool = False) -> jax.Array:
-    """16-bit x [R, C], or with `start` as many as 64 of its columns as rows, through shared memory and by `load_factor`
-    or `load_turned_factor`."""
+def loaded_factor(x: jax.Array, start: int | None = None, *, beside: int = 0, swizzled: int | None = None) -> jax.Array:
+    """16-bit x [R, C] less the last columns `beside` others, or with `start` as many as 64 of these columns as rows,
+    through shared memory and by `load_factor` or `load_turned_factor`; there `swizzled` by so many columns."""
+    columns = x.shape[1] - beside
 
     def kernel(x, to, slot, ready):
         plgpu.copy_gmem_to_smem(x, slot, ready)
         plgpu.barrier_wait(ready)
-        to[...] = load_factor(slot) if start is None else load_turned_factor(slot, start, swizzled)
+        to[...] = load_factor(slot, columns) if start is None else load_turned_factor(slot, start, columns, swizzled)
 
-    shape = x.shape if start is None else (ROWS, x.shape[0])
-    slot = smem_tile(*x.shape, dtype=x.dtype, columns=32) if swizzled else plgpu.SMEM(x.shape, x.dtype)
+    shape = (x.shape[0], columns) if start is None else (ROWS, x.shape[0])
+    slot = smem_tile(*x.shape, dtype=x.dtype, columns=swizzled) if swizzled else plgpu.SMEM(x.shape, x.dtype)
     return _of_one_warpgroup(kernel, jax.ShapeDtypeStruct(shape, x.dtype), slot=slot, ready=plgpu.Barrier())(x)
 
 

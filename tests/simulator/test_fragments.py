@@ -47,17 +47,20 @@ def test_factor():
     np.testing.assert_array_equal(simulate(fragments.factor, tile).check(), tile)
 
 
-def test_loaded_factor():
-    tile = jnp.tile(_tile(80, jnp.bfloat16), (2, 1))
-    np.testing.assert_array_equal(simulate(fragments.loaded_factor, tile).check(), tile)
+@pytest.mark.parametrize("beside", [0, 8])
+def test_loaded_factor(beside):
+    tile = jnp.tile(_tile(80 + beside, jnp.bfloat16), (2, 1))
+    got = simulate(functools.partial(fragments.loaded_factor, beside=beside), tile).check()
+    np.testing.assert_array_equal(got, tile[:, :80])
 
 
 @pytest.mark.parametrize(
     ("columns", "start", "swizzled", "wanted"),
     [
-        (80, 0, False, range(64)),
-        (80, 64, False, [*range(64, 80)] * 4),
-        (96, 64, True, [*range(64, 96), *range(80, 96)]),
+        (80, 0, None, range(64)),
+        (80, 64, None, [*range(64, 80)] * 4),
+        (96, 64, 32, [*range(64, 96), *range(80, 96)]),
+        (64, 0, 64, range(64)),
     ],
 )
 def test_loaded_turned_factor(columns, start, swizzled, wanted):

@@ -38,6 +38,18 @@ APART = {
         square(384, heads=1, kv_heads=1, qk_dim=128, v_dim=128, is_causal=True, lse_gradient=True),
         HopperBackwardTiles(64, ragged_apart=True, d_query_apart=True, holds_keys=True),
     ),
+    "causal, depth 80": (
+        square(256, heads=2, kv_heads=1, qk_dim=80, v_dim=80, is_causal=True, lse_gradient=True),
+        HopperBackwardTiles(64, ragged_apart=True, d_query_apart=True, holds_keys=True),
+    ),
+    "window, depth 96": (
+        square(512, heads=1, kv_heads=1, qk_dim=96, v_dim=96, window=(150, 0)),
+        HopperBackwardTiles(64, ragged_apart=True),
+    ),
+    "full, depth 112": (
+        Case(batch=1, q_len=128, kv_len=384, heads=2, kv_heads=1, qk_dim=112, v_dim=112),
+        HopperBackwardTiles(64, holds_keys=True, d_query_apart=True),
+    ),
     "full, persistent": (
         Case(batch=1, q_len=128, kv_len=384, heads=2, kv_heads=1, qk_dim=128, v_dim=128),
         HopperBackwardTiles(64, blocks=1),

@@ -12,7 +12,7 @@ import pytest
 from selection import some_each_run
 
 import fast_layers
-from fast_layers.ops.attention import api, hopper_bwd_beside, hopper_call, reference
+from fast_layers.ops.attention import api, hopper_bwd_beside, hopper_bwd_sequence, hopper_call, reference
 from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
 from fast_layers.ops.attention.problem import Residuals, finite_or_zero
 from fast_layers.testing import simulate
@@ -29,8 +29,8 @@ def _beside(places: int) -> tuple[tuple[Any, str, Any], ...]:
     """Patches: a head after the other, dQ of one made soon after its dS, for so many of which there is place."""
     small = {"HOPPER_SMS": 1, "_AHEAD": 2, "_SLACK": 2, "_MOST_LEAD": 1.0, "_FEWEST_SHARED_TILES": 1}
     in_place = property(lambda self: min(places, self.pieces.heads))
-    of_sequence = hopper_bwd_beside.Sequence, "places", in_place
-    return backward_tiles(HELD), of_sequence, *((hopper_bwd_beside, name, x) for name, x in small.items())
+    of_sequence = hopper_bwd_sequence.Sequence, "places", in_place
+    return backward_tiles(HELD), of_sequence, *((hopper_bwd_sequence, name, x) for name, x in small.items())
 
 
 BESIDE = {
@@ -41,6 +41,11 @@ BESIDE = {
     "causal, a place for each": (square(256, batch=3, heads=1, kv_heads=1, qk_dim=128, v_dim=128, is_causal=True), 3),
     "causal, grouped heads": (
         square(512, batch=2, heads=4, kv_heads=2, qk_dim=128, v_dim=128, is_causal=True, lse_gradient=True),
+        3,
+    ),
+    "causal, depth 80": (square(512, batch=2, heads=2, kv_heads=2, qk_dim=80, v_dim=80, is_causal=True), 3),
+    "causal, depth 96, grouped heads": (
+        square(512, heads=4, kv_heads=2, qk_dim=96, v_dim=96, is_causal=True, lse_gradient=True),
         3,
     ),
     "full, places taken": (Case(batch=5, q_len=256, kv_len=384, heads=1, kv_heads=1, qk_dim=128, v_dim=128), 3),

@@ -131,6 +131,10 @@ SPANS = {
         square(260, heads=1, kv_heads=1, qk_dim=192, v_dim=128, is_causal=True),
         dataclasses.replace(OWN_SPANS, last_keys_first=True),
     ),
+    "three warpgroups, depth 112, the last keys first": (
+        square(460, heads=2, kv_heads=1, qk_dim=112, v_dim=112, is_causal=True),
+        dataclasses.replace(OWN_SPANS, compute_wgs=3, stages=4, q_slots=2, last_keys_first=True),
+    ),
     "three warpgroups, the last keys first": (
         square(460, heads=2, kv_heads=1, is_causal=True),
         dataclasses.replace(OWN_SPANS, compute_wgs=3, kv_tile=128, stages=3, q_slots=2, last_keys_first=True),

@@ -76,6 +76,8 @@ TILES = {
     "5 parts": (64, 3, 5, False),
     "2 in a cluster": (64, 2, 2, True),
     "8 in a cluster": (128, 3, 8, True),
+    "rows apart": (64, 2, 1, False, True),
+    "2 in a cluster, rows apart": (128, 2, 2, True, True),
 }
 
 
@@ -93,7 +95,9 @@ EACH_RUN = {
     ("depths 64 and 192", "2 in a cluster"),
     ("depth 80, lengths", "5 parts"),
     ("depth 96, 2 queries, sinks", "8 in a cluster"),
+    ("depth 80, lengths", "2 in a cluster, rows apart"),
     ("depths 112 and 48", "whole"),
+    ("depths 112 and 48", "rows apart"),
 }
 
 

@@ -60,7 +60,7 @@ from fast_layers.ops.attention import (
     hopper_bwd_pieces,
     hopper_bwd_sums,
 )
-from fast_layers.ops.attention.hopper_bwd_beside import Maker, Semaphores, Sequence
+from fast_layers.ops.attention.hopper_bwd_beside import Maker, Semaphores
 from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_form import WARPGROUPS, Before, Form, Role, Scratch
 from fast_layers.ops.attention.hopper_bwd_load import load
@@ -84,19 +84,19 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
     query, key, value, zeros = operands.query, operands.key, operands.value, operands.zeros
     operands = operands._replace(zeros=None)
     if tiles.whole_heads:
-        clusters, q_len = hopper_bwd_pieces.clusters(p, tiles), round_up(p.q_len, tiles.q_tile)
-        shape = hopper_bwd_sums.sums_shape(clusters, p.group, q_len, tiles.panels, query.shape[-1])
-        results = [jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value, query)]
         form = Form.of(p, tiles, operands, None)
+        clusters, q_len = hopper_bwd_pieces.clusters(p, tiles), round_up(p.q_len, tiles.q_tile)
+        shape = hopper_bwd_sums.sums_shape(clusters, p.group, q_len, tiles.panels, form.qk_dim)
+        results = [jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value, query)]
         _run(form, operands, *results, sums=jax.new_ref(lax.empty(shape, jnp.float32)))
         d_key, d_value, d_query = (result[...] for result in results)
         return d_query, d_key, d_value
     if not tiles.d_query_apart:
-        q_len, columns = round_up(p.q_len, tiles.q_tile), query.shape[-1] // tiles.panels
-        shape = hopper_bwd_sums.sums_shape(p.batch, p.heads, q_len, tiles.panels, columns)
+        form = Form.of(p, tiles, operands, None)
+        q_len = round_up(p.q_len, tiles.q_tile)
+        shape = hopper_bwd_sums.sums_shape(p.batch, p.heads, q_len, form.panels, form.panel)
         d_query = jax.new_ref(jnp.zeros(shape, summed_dtype(p)) if zeros is None else zeros.reshape(shape))
         d_key, d_value = (jax.new_ref(lax.empty(x.shape, x.dtype)) for x in (key, value))
-        form = Form.of(p, tiles, operands, None)
         parts = None if form.cut is None else jax.new_ref(hopper_bwd_parts.empty(form))
         _run(form, operands, d_key, d_value, d_query, parts=parts)
         if parts is not None:
@@ -104,7 +104,7 @@ def launch(tiles: HopperBackwardTiles, p: Problem, operands: Operands):
         return d_query[...], d_key[...], d_value[...]
 
     operands = operands._replace(q_span=None)
-    sequence = Sequence.of(p, tiles)
+    sequence = tiles.sequence(p)
     if sequence is not None:
         left = LeftScores(p, places=sequence.places)
         d_query, d_key, d_value = (jax.new_ref(result) for result in left.results(operands))

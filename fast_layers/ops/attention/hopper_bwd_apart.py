@@ -38,6 +38,7 @@ from fast_layers.ops.attention.hopper_d_query_parts import (
     exchange_mended_keys,
     scratch_types,
     send,
+    turned,
 )
 from fast_layers.ops.attention.hopper_grad_parts import make_finite
 from fast_layers.ops.attention.problem import Problem
@@ -151,7 +152,9 @@ def d_query(
                         plgpu.barrier_wait(s.ready.at[slot])
                         if hides:
                             pl.when(span.ragged(j))(lambda: mend(slot))
-                        plgpu.wgmma(acc, s.score_slots.at[slot, warpgroup].T, s.key_slots.at[slot])
+                        key = s.key_slots.at[slot]
+                        (scores,) = turned([s.score_slots.at[slot, warpgroup]], key)
+                        plgpu.wgmma(acc, scores, key)
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(s.consumed.at[slot])
                         return step + 1

@@ -25,7 +25,7 @@ from fast_layers.ops.attention import (
 from fast_layers.ops.attention.config import MAX_SHALLOW_DEPTH
 from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles, HopperDeepBackwardTiles
 from fast_layers.ops.attention.hopper_grad_parts import KeyRows, Operands, folds_lse, summed_dtype
-from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, pad_axis, pad_for_tma, padded_depth, round_up
+from fast_layers.ops.attention.kernel_operands import SHARED, RowMask, array_columns, pad_axis, pad_for_tma, round_up
 from fast_layers.ops.attention.problem import Aux, Inputs, Problem, Residuals, finite_or_zero
 from fast_layers.ops.attention.tile_logits import LogitOperands
 from fast_layers.ops.attention.xla import sink_gradient
@@ -41,7 +41,8 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
         tiles, launch = (tiles or HopperDeepBackwardTiles.of(p)).for_call(p), hopper_bwd_deep.launch
     else:
         tiles, launch = (tiles or HopperBackwardTiles.of(p)).for_call(p), hopper_bwd.launch
-    qk_dim, v_dim = padded_depth(p.qk_dim, tiles.depth_multiple), padded_depth(p.v_dim, tiles.value_multiple)
+    columns = tiles.tile_columns(p.qk_dim, p.v_dim)
+    qk_dim, v_dim = columns if deep else (array_columns(p.qk_dim, columns[0]), columns[1])
     query = inputs.query
     sees_none = lse == -jnp.inf
     hides_queries = any(x is not None for x in (aux.mask.start, aux.mask.stop, aux.mask.dense)) or _band_misses_rows(p)
@@ -57,7 +58,7 @@ def attend_grad(problem: Problem, residuals: Residuals, d_out: Array, d_lse: Arr
     rows, measured = None, hopper_bwd_rows.Operands(out, d_out, inputs.key, inputs.value, sizes)
     if not tiles.sums_d_query:
         delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
-    elif hopper_bwd_rows.takes(p, tiles.q_tile, qk_dim):
+    elif hopper_bwd_rows.takes(p, tiles.q_tile, columns[0]):
         rows = over_batch(functools.partial(hopper_bwd_rows.row_sums, summed_dtype(p)))(p, measured)
     else:
         rows = hopper_bwd_rows.row_sums_by_xla(measured)
@@ -112,7 +113,7 @@ def wants_sizes(p: Problem) -> bool:
     if max(p.qk_dim, p.v_dim) > MAX_SHALLOW_DEPTH:
         return False
     tiles = (tuned.find(p, "backward") or HopperBackwardTiles.of(p)).for_call(p)
-    return tiles.sums_d_query and hopper_bwd_rows.takes(p, tiles.q_tile, padded_depth(p.qk_dim, tiles.depth_multiple))
+    return tiles.sums_d_query and hopper_bwd_rows.takes(p, tiles.q_tile, tiles.tile_columns(p.qk_dim, p.v_dim)[0])
 
 
 def _bias_gradient(p: Problem, inputs: Inputs, aux: Aux, operands: Operands) -> Array:

@@ -7,6 +7,7 @@ import dataclasses
 from fast_layers.ops.attention.config import (
     HOPPER_SMEM_BYTES,
     HOPPER_SMS,
+    MAX_SHALLOW_DEPTH,
     MOST_DEALT_PIECES,
     SWIZZLED_COLUMNS,
     TMA_COLUMNS,
@@ -19,7 +20,8 @@ from fast_layers.ops.attention.hopper_bwd_groups import (
     scores_in_parts,
     window_tiles,
 )
-from fast_layers.ops.attention.kernel_operands import padded_depth
+from fast_layers.ops.attention.hopper_bwd_sequence import Sequence
+from fast_layers.ops.attention.kernel_operands import has_narrow_tiles, padded_depth
 from fast_layers.ops.attention.problem import Problem
 
 _MOST_TWO_SLOT_TILES = 4
@@ -115,9 +117,15 @@ class HopperBackwardTiles:
         """Of the query's depth."""
         return SWIZZLED_COLUMNS * self.panels
 
+    def tile_columns(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
+        """Of tiles of queries and keys, and of values. Those of dS that is left are as wide as keys ask for."""
+        if self.d_query_apart and qk_dim == v_dim > SWIZZLED_COLUMNS:
+            return padded_depth(qk_dim), padded_depth(v_dim)
+        return padded_depth(qk_dim, self.depth_multiple), padded_depth(v_dim, self.value_multiple)
+
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, of dQ's and of row vectors in 32 bits; barriers take less than the last KiB."""
-        qk_dim, v_dim = padded_depth(qk_dim, self.depth_multiple), padded_depth(v_dim, self.value_multiple)
+        qk_dim, v_dim = self.tile_columns(qk_dim, v_dim)
         inputs = 2 * (self.kv_tile + self.stages * self.q_tile) * (qk_dim + v_dim)
         next_keys = 2 * self.kv_tile * qk_dim if self.blocks and not self.d_query_apart else 0
         d_query = 0 if self.d_query_apart else 4 * self.q_tile * qk_dim
@@ -132,6 +140,8 @@ class HopperBackwardTiles:
         tiles = dataclasses.replace(
             self,
             d_query_apart=apart,
+            # dK and dV leave persistent blocks through dS's slots, which have other tiles.
+            blocks=0 if apart and has_narrow_tiles(problem) else self.blocks,
             holds_keys=apart and self.holds_keys,
             whole_heads=whole,
             cluster=self.cluster if whole else 1,
@@ -140,6 +150,10 @@ class HopperBackwardTiles:
         fits = tiles.smem_bytes(p.qk_dim, p.v_dim) <= HOPPER_SMEM_BYTES
         return tiles if fits else dataclasses.replace(tiles, stages=min(self.stages, 2))
 
+    def sequence(self, problem: Problem) -> Sequence | None:
+        """Of blocks, if some make dQ of the dS that others leave."""
+        return Sequence.of(problem) if self.d_query_apart and self.holds_keys and not self.blocks else None
+
     def leaves_d_scores(self, problem: Problem) -> bool:
         """No mask, or over as many keys as queries a causal one or a window, and any intervals within; whole tiles; dS
         fits, of a group of heads or, within a window, of all."""
@@ -147,12 +161,13 @@ class HopperBackwardTiles:
         own = band is None
         if band is not None and band.high is not None and p.q_len == p.kv_len:
             own = band.high == 0 if band.low is None else band.low <= 0 <= band.high
-        whole = p.q_len % self.kv_tile == p.kv_len % self.kv_tile == 0 and p.qk_dim == p.v_dim in (64, 128)
-        if p.per_score or not own or not whole:
+        whole = p.q_len % self.kv_tile == p.kv_len % self.kv_tile == 0 and p.qk_dim == p.v_dim
+        if p.per_score or not own or not whole or _class_of_depth(p) not in (SWIZZLED_COLUMNS, MAX_SHALLOW_DEPTH):
             return False
         if scores_group(p) > 0:
             return True
-        return self.holds_keys and (scores_in_parts(p) is not None or scores_by_queries(p) is not None)
+        found = (scores_in_parts(p), scores_by_queries(p), self.sequence(p)) if self.holds_keys else ()
+        return any(x is not None for x in found)
 
     def takes_whole_heads(self, problem: Problem) -> bool:
         """At one depth, no mask or a causal one over as many keys as queries. A block comes back to a tile of queries
@@ -197,13 +212,13 @@ class HopperBackwardTiles:
         # Measured on an H200, 2026-11-23: see bench/NOTES.md.
         tiles = cls(128 if shallow else 64, ragged_apart=apart)
         if window := window_tiles(p):
-            short = window[0] * cls.kv_tile <= WIDEST_WINDOW_APART.get(p.qk_dim, 0)
+            short = window[0] * cls.kv_tile <= WIDEST_WINDOW_APART.get(_class_of_depth(p), 0)
         else:
-            longest = LONGEST_D_QUERY_APART.get(p.qk_dim, 0)
+            longest = LONGEST_D_QUERY_APART.get(_class_of_depth(p), 0)
             short = max(p.q_len, p.kv_len) <= (longest if known_before_the_call(p) else min(longest, LONGEST_WHOLE))
-        timed = known_before_the_call(p) or p.qk_dim == 128
+        timed = known_before_the_call(p) or _class_of_depth(p) == MAX_SHALLOW_DEPTH
         tiles_held = min(p.q_len, p.kv_len) // cls.kv_tile
-        long = tiles_held >= _FEWEST_TILES_HELD * (1 if band is None else 2)
+        long = tiles_held >= _FEWEST_TILES_HELD * (1 if band is None else 2) or has_narrow_tiles(p)
         may_hold = long and not shallow and window is None and p.softcap is None and known_before_the_call(p)
         apart_tiles = dataclasses.replace(tiles, d_query_apart=True, holds_keys=may_hold)
         d_query_apart = short and timed and apart_tiles.leaves_d_scores(p)
@@ -215,10 +230,16 @@ class HopperBackwardTiles:
         else:
             gains = band is None or (d_query_apart if band.low is None else p.group == 1)
         persistent = gains and known_before_the_call(p) and p.batch * p.kv_heads * kv_tiles <= MOST_DEALT_PIECES
-        blocks = HOPPER_SMS if persistent and not holds_keys else 0
+        blocks = HOPPER_SMS if persistent and not holds_keys and not (d_query_apart and has_narrow_tiles(p)) else 0
         three = blocks and d_query_apart and not shallow and p.softcap is None and kv_tiles > _MOST_TWO_SLOT_TILES
         choice = {"blocks": blocks, "d_query_apart": d_query_apart, "holds_keys": holds_keys}
         return dataclasses.replace(tiles, stages=3 if three else tiles.stages, **choice)
+
+
+def _class_of_depth(problem: Problem) -> int:
+    """The depth whose timings hold for a call's."""
+    depth = problem.qk_dim
+    return MAX_SHALLOW_DEPTH if SWIZZLED_COLUMNS < depth <= MAX_SHALLOW_DEPTH else depth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,9 +271,13 @@ class HopperDeepBackwardTiles:
         if self.columns not in (32, 64):
             raise ValueError(f"{self.columns=} must be 32 or 64: half a panel of dQ, or a whole one")
 
+    def tile_columns(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
+        """Of tiles of queries and keys, and of values."""
+        return padded_depth(qk_dim, self.depth_multiple), padded_depth(v_dim, self.value_multiple)
+
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """Of 16-bit tiles, and of dQ's in 32 bits; row vectors take 2 KiB, barriers less than the last."""
-        qk_dim, v_dim = padded_depth(qk_dim, self.depth_multiple), padded_depth(v_dim, self.value_multiple)
+        qk_dim, v_dim = self.tile_columns(qk_dim, v_dim)
         inputs = 2 * (self.kv_tile + 2 * self.q_tile) * (qk_dim + v_dim)
         weights_and_scores = 2 * 2 * self.q_tile * self.kv_tile
         return inputs + weights_and_scores + self.d_query_slots * 4 * self.q_tile * self.columns + (3 << 10)

@@ -11,14 +11,14 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fast_layers.kernel_parts.fragments import fragments_shape
-from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention import hopper_bwd_beside, hopper_bwd_pieces
-from fast_layers.ops.attention.config import sees_all
-from fast_layers.ops.attention.hopper_bwd_beside import Sequence
+from fast_layers.ops.attention.config import SWIZZLED_COLUMNS, sees_all
 from fast_layers.ops.attention.hopper_bwd_config import CLUSTER_LAG, HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE, Cut
 from fast_layers.ops.attention.hopper_bwd_scores import LeftScores
+from fast_layers.ops.attention.hopper_bwd_sequence import Sequence
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_grad_parts import Operands, summed_dtype
 from fast_layers.ops.attention.problem import Problem
@@ -27,7 +27,7 @@ from fast_layers.ops.attention.tile_mask import TileMask
 
 WARPGROUPS = 2
 _SUMMED_COLUMNS = 32
-"""Of dK or dV in float32, that fit where a warpgroup's half of a step's dS does."""
+"""Of dK or dV in float32, that fit where a warpgroup's half of a step's dS does; fewer where depths are no multiple."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Form:
     problem: Problem
     tiles: HopperBackwardTiles
     qk_dim: int
-    """As padded, like `v_dim`."""
+    """Of tiles, whose columns may be more than the arrays'; so `v_dim`."""
     v_dim: int
     left: LeftScores | None
     """Where dS is left, of which other blocks make dQ, or another kernel; None where this one does, with dS at hand."""
@@ -60,7 +60,7 @@ class Form:
         left: LeftScores | None,
         sequence: Sequence | None = None,
     ) -> Form:
-        qk_dim, v_dim = operands.query.shape[3], operands.value.shape[3]
+        qk_dim, v_dim = tiles.tile_columns(p.qk_dim, p.v_dim)
         heads, pairs = (p.group, p.batch * p.kv_heads) if left is None else (left.heads, left.pairs)
         kv_tiles = -(-p.kv_len // KV_TILE)
         bytes_per_head = heads * p.q_len * (2 * p.dtype.itemsize * (qk_dim + v_dim) + 4 * qk_dim)
@@ -122,12 +122,18 @@ class Form:
     @property
     def panels(self) -> int:
         """Of K's columns."""
-        return self.tiles.panels
+        narrow = swizzled_columns(self.qk_dim, self.problem.dtype)
+        return self.tiles.panels if narrow == SWIZZLED_COLUMNS else self.qk_dim // narrow
 
     @property
     def panel(self) -> int:
         """Columns of one."""
         return self.qk_dim // self.panels
+
+    @property
+    def held_panels(self) -> int:
+        """So many of the last are in registers."""
+        return SWIZZLED_COLUMNS // self.panel if self.tiles.holds_keys else 0
 
     @property
     def pairs(self) -> int:
@@ -197,7 +203,8 @@ class Form:
         if self.tiles.cluster > 1:
             types["added"] = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=WARPGROUPS * CLUSTER_LAG)
         if self.sums:
-            sum_slots = smem_tile(2 * WARPGROUPS, ROWS, _SUMMED_COLUMNS, dtype=jnp.float32)
+            columns = min(_SUMMED_COLUMNS, swizzled_columns(self.qk_dim, dtype))
+            sum_slots = smem_tile(2 * WARPGROUPS, ROWS, columns, dtype=jnp.float32)
             if self.sequence is None:
                 types["dS or sums"] = plgpu.RefUnion(types.pop("d_scores"), sum_slots)
             else:  # blocks that make dQ need more memory in any case

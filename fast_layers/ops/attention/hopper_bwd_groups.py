@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from fast_layers.ops.attention.config import HOPPER_SMS, MAX_SHALLOW_DEPTH, known_before_the_call
+from fast_layers.ops.attention.config import HOPPER_SMS, MAX_SHALLOW_DEPTH, SWIZZLED_COLUMNS, known_before_the_call
+from fast_layers.ops.attention.kernel_operands import padded_depth
 from fast_layers.ops.attention.problem import Problem
 
+TILE = 128
+"""Queries and keys of a tile."""
 MOST_D_SCORES_BYTES = 1088 << 20
 """Of dS in memory at a time: two heads of 16,384 tokens in 16 bits, or four under a causal mask."""
 _MOST_D_SCORES = 9 / 2
@@ -42,15 +45,15 @@ def window_tiles(problem: Problem) -> tuple[int, int] | None:
     band = problem.mask.band
     if band is None or band.low is None or band.high is None:
         return None
-    before, behind = -(-band.high // 128), -(band.low // 128)
-    return min(before + 1 + behind, problem.q_len // 128), before
+    before, behind = -(-band.high // TILE), -(band.low // TILE)
+    return min(before + 1 + behind, problem.q_len // TILE), before
 
 
 def scores_tiles(problem: Problem) -> int:
     """Tiles of 128 queries and 128 keys that the backward leaves of a query head's dS."""
     if window := window_tiles(problem):
-        return window[0] * (problem.kv_len // 128)
-    q_tiles, kv_tiles = problem.q_len // 128, problem.kv_len // 128
+        return window[0] * (problem.kv_len // TILE)
+    q_tiles, kv_tiles = problem.q_len // TILE, problem.kv_len // TILE
     return q_tiles * kv_tiles if problem.mask.band is None else q_tiles * (q_tiles + 1) // 2
 
 
@@ -67,12 +70,12 @@ class Share(NamedTuple):
     def launches(self, problem: Problem) -> int:
         """Of a kernel that leaves dS, and one that makes dQ of it."""
         p, groups = problem, -(-problem.batch * problem.kv_heads // self.pairs)
-        return groups * (p.group // self.heads) * (p.q_len // 128 // self.q_tiles)
+        return groups * (p.group // self.heads) * (p.q_len // TILE // self.q_tiles)
 
     def duration(self, problem: Problem, sum_cost: float = 0.0) -> float:
         """Of all pairs, one share after the other, in a tile's time on each SM; of no window. `sum_cost`: of adding to
         dK and dV of a tile of keys."""
-        p, kv_tiles = problem, problem.kv_len // 128
+        p, kv_tiles = problem, problem.kv_len // TILE
         work = self.pairs * scores_tiles(p) / HOPPER_SMS
         if p.mask.band is None:
             # Tiles of keys are alike, and a block takes one after the other; else the short ones fill the end.
@@ -83,21 +86,21 @@ class Share(NamedTuple):
     def d_query_duration(self, problem: Problem) -> float:
         """Likewise, of dQ without a mask."""
         turns = -(-self.pairs * self.heads * self.q_tiles // HOPPER_SMS)
-        return self.launches(problem) * turns * _D_QUERY_COST * (problem.kv_len // 128)
+        return self.launches(problem) * turns * _D_QUERY_COST * (problem.kv_len // TILE)
 
 
 def _duration(problem: Problem, pairs: int, heads: int, sum_cost: float = 0.0) -> float:
-    return Share(pairs, heads, problem.q_len // 128).duration(problem, sum_cost)
+    return Share(pairs, heads, problem.q_len // TILE).duration(problem, sum_cost)
 
 
 def _most_tiles(problem: Problem) -> int:
     """Of dS in memory at a time."""
     p = problem
-    integers = 4 * p.batch * p.heads * p.q_len * p.qk_dim
+    integers = 4 * p.batch * p.heads * p.q_len * padded_depth(p.qk_dim, SWIZZLED_COLUMNS)
     causal = p.mask.band is not None and p.mask.band.low is None
     uneven = causal and p.group == 1 and max(p.qk_dim, p.v_dim) <= MAX_SHALLOW_DEPTH
     integers *= _MOST_UNEVEN_SCORES if uneven or not known_before_the_call(p) else _MOST_D_SCORES
-    return int(min(MOST_D_SCORES_BYTES, integers)) // (128 * 128 * p.dtype.itemsize)
+    return int(min(MOST_D_SCORES_BYTES, integers)) // (TILE * TILE * p.dtype.itemsize)
 
 
 def most_scores_pairs(problem: Problem, heads: int) -> int:
@@ -126,7 +129,7 @@ def scores_group(problem: Problem) -> int:
     fewest = -(-total // most)
     if not known_before_the_call(p):
         pairs = -(-total // fewest)
-        several = p.mask.band is not None and pairs * (p.kv_len // 128) >= _LEAST_TOLD_PIECES
+        several = p.mask.band is not None and pairs * (p.kv_len // TILE) >= _LEAST_TOLD_PIECES
         return pairs if fewest == 1 or several else 0
     choices = {-(-total // groups) for groups in range(fewest, min(8 * fewest, total) + 1)}
     soonest = min(_duration(p, pairs, p.group) for pairs in choices)
@@ -159,7 +162,7 @@ def scores_in_parts(problem: Problem) -> tuple[int, int] | None:
 def scores_by_queries(problem: Problem) -> Share | None:
     """For long rows of heads that share keys, without a mask, of which dS of a head is too much. None for others, and
     where parts of the queries would lose too much."""
-    p, total, all_tiles = problem, problem.batch * problem.kv_heads, problem.q_len // 128
+    p, total, all_tiles = problem, problem.batch * problem.kv_heads, problem.q_len // TILE
     if p.q_len <= LONGEST_WHOLE or p.group == 1 or p.mask.band is not None or not known_before_the_call(p):
         return None
     choices = [
@@ -167,7 +170,7 @@ def scores_by_queries(problem: Problem) -> Share | None:
         for q_tiles in _divisors(all_tiles)
         for pairs in _divisors(total)
         for heads in _divisors(p.group)
-        if pairs * heads * q_tiles * (p.kv_len // 128) <= _most_tiles(p)
+        if pairs * heads * q_tiles * (p.kv_len // TILE) <= _most_tiles(p)
     ]
 
     def takes(share: Share, sum_cost: float) -> float:

@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.kernel_parts.tma_columns import tma_columns
 from fast_layers.ops.attention.hopper_bwd_beside import Semaphores
 from fast_layers.ops.attention.hopper_bwd_form import WARPGROUPS, Form, Scratch
 from fast_layers.ops.attention.hopper_bwd_pieces import KV_TILE, Piece
@@ -34,7 +35,8 @@ def load(
         def _wait_q():
             plgpu.barrier_wait(s.q_consumed.at[slot])
 
-        plgpu.copy_gmem_to_smem(inputs.query.at[example, rows, head], s.q_slots.at[slot], s.q_ready.at[slot])
+        query = tma_columns(inputs.query.at[example, rows, head], 0, form.qk_dim)
+        plgpu.copy_gmem_to_smem(query, s.q_slots.at[slot], s.q_ready.at[slot])
         copy_row(inputs.lse.at[example, head, rows], s.row_slots.at[LSE, slot], s.q_ready.at[slot])
 
         @pl.when(step >= ring)
@@ -62,9 +64,9 @@ def _load_keys(form: Form, inputs: Any, s: Scratch, piece: Piece, k_start: Any, 
     if form.persistent:
         pl.when(turn > 0)(lambda: plgpu.barrier_wait(s.kv_consumed))
     k_slot = s.k_slots.at[form.key_slot(turn)]
+    keys = inputs.key.at[example, pl.ds(k_start, KV_TILE), kv_head]
     for i in range(form.panels):
-        key = inputs.key.at[example, pl.ds(k_start, KV_TILE), kv_head, pl.ds(i * panel, panel)]
-        plgpu.copy_gmem_to_smem(key, k_slot.at[i], s.kv_ready)
+        plgpu.copy_gmem_to_smem(tma_columns(keys, i * panel, panel), k_slot.at[i], s.kv_ready)
     for i in range(WARPGROUPS):
         value = inputs.value.at[example, pl.ds(k_start + i * ROWS, ROWS), kv_head]
         plgpu.copy_gmem_to_smem(value, s.v_slot.at[i], s.kv_ready)

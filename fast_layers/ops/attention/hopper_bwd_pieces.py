@@ -262,14 +262,14 @@ class Piece(NamedTuple):
     def steps(self) -> Any:
         return (self.last - self.first) * self.heads
 
-    def each_query_tile(self, role: Callable[..., Any], state: Any, hold: Callable[[], Any] = lambda: None) -> Any:
+    def each_query_tile(self, role: Callable[..., Any], state: Any, hold: Callable[[], Any] = list) -> Any:
         """The last `state = role(head, q_index, state, hides, held)`.
 
-        `hides`: whether the mask may hide some scores; `held`: else what `hold()` gives before the loop.
+        `hides`: whether the mask may hide some scores; `held`: else what `hold()` gives before the loop, or nothing.
         """
 
         def some(head, begin, end, hides, place, state):
-            held = hold() if not hides or self.hides_at_start else None
+            held = hold() if not hides or self.hides_at_start else []
             return lax.fori_loop(begin, end, lambda i, state: role(head, place(i), state, hides, held), state)
 
         def of_head(head, state):

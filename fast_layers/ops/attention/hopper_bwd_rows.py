@@ -60,9 +60,9 @@ class RowSums(NamedTuple):
     """Zeros, to be added to; [B, T, N, D]."""
 
 
-def takes(p: Problem, q_tile: int, qk_dim: int) -> bool:
-    """Whether `row_sums` can be asked, for a dQ of `qk_dim` columns."""
-    depths = qk_dim == p.qk_dim == p.v_dim and p.v_dim in (64, 128, 256)
+def takes(p: Problem, q_tile: int, columns: int) -> bool:
+    """Whether `row_sums` can be asked, for a dQ of so many columns."""
+    depths = columns == p.qk_dim == p.v_dim and p.v_dim in (64, 128, 256)
     return depths and p.q_len % q_tile == 0 and p.kv_len % ROWS == 0
 
 

@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array
 
 from fast_layers.ops.attention.hopper_bwd_groups import (
+    TILE,
     Share,
     most_scores_pairs,
     scores_by_queries,
@@ -31,9 +32,6 @@ from fast_layers.ops.attention.hopper_bwd_groups import (
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_grad_parts import Operands
 from fast_layers.ops.attention.problem import Problem
-
-TILE = 128
-"""Queries and keys of a tile."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.kernel_parts.tma_columns import tma_columns
 from fast_layers.ops.attention import hopper_bwd_parts
 from fast_layers.ops.attention.hopper_bwd_form import WARPGROUPS, Role
 from fast_layers.ops.attention.hopper_bwd_pieces import Piece
@@ -76,12 +77,12 @@ def _through_inputs(role: Role, piece: Piece, rows: Any, d_key: Any, d_value: An
         plgpu.barrier_arrive(s.keys_left)
         plgpu.barrier_wait(s.keys_left)
     s.v_slot[warpgroup] = d_value
-    panels = [pl.ds(i * form.panel, form.panel) for i in range(form.panels)]
-    for i, panel in enumerate(panels):
-        s.k_slots[0, i, role.own] = d_key[:, panel.start : panel.start + panel.size]
+    panel = form.panel
+    for i in range(form.panels):
+        s.k_slots[0, i, role.own] = d_key[:, i * panel : (i + 1) * panel]
     plgpu.commit_smem()
-    for i, panel in enumerate(panels):
-        to = d_key_ref.at[piece.example, rows, piece.kv_head, panel]
+    for i in range(form.panels):
+        to = tma_columns(d_key_ref.at[piece.example, rows, piece.kv_head], i * panel, panel)
         plgpu.copy_smem_to_gmem(s.k_slots.at[0, i, role.own], to)
     plgpu.copy_smem_to_gmem(s.v_slot.at[warpgroup], d_value_ref.at[piece.example, rows, piece.kv_head])
 
@@ -99,5 +100,5 @@ def _through_sums(role: Role, piece: Piece, rows: Any, both: Any) -> None:
             slots[i] = x
         plgpu.commit_smem()
         for i, (to, start, _) in enumerate(some):
-            columns = to.at[piece.example, rows, piece.kv_head, pl.ds(start, panel)]
+            columns = tma_columns(to.at[piece.example, rows, piece.kv_head], start, panel)
             plgpu.copy_smem_to_gmem(slots.at[i], columns)

@@ -60,7 +60,8 @@ def through_queries(role: Role, piece: Piece, turn: Any, before: Before, k_start
 
         def hold_key():
             # As products read it from shared memory, that would be busier than the tensor cores.
-            return plgpu.load(keys.key[-1], layout=WGMMA, optimized=False) if form.tiles.holds_keys else None
+            held = keys.key[form.panels - form.held_panels :]
+            return [plgpu.load(panel, layout=WGMMA, optimized=False) for panel in held]
 
         after = piece.each_query_tile(step, before, hold_key)
         return after, d_key[...], d_value[...]
@@ -217,7 +218,7 @@ def _weights_and_gradients(
         score_acc[...] = lse
     if not p.dropout_rate:
         d_weight_acc[...] = delta
-    for i, part in enumerate(keys.key if held_key is None else [*keys.key[:-1], held_key]):
+    for i, part in enumerate([*keys.key[: form.panels - len(held_key)], *held_key]):
         plgpu.wgmma(score_acc, part, query.at[:, i * panel : (i + 1) * panel].T)
     plgpu.wgmma(d_weight_acc, keys.value, d_out.T)
     scores = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)  # d_weights' product goes on

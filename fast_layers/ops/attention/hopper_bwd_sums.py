@@ -20,8 +20,9 @@ from jaxtyping import Array, Float
 
 from fast_layers.kernel_parts.fragments import ROWS, fragments_shape, load_fragments
 from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.kernel_parts.tma_columns import tma_columns
 from fast_layers.ops.attention.hopper_grad_parts import BY_ROW
-from fast_layers.ops.attention.kernel_operands import for_tma
+from fast_layers.ops.attention.kernel_operands import array_columns, for_tma
 from fast_layers.ops.attention.problem import Problem
 
 
@@ -39,7 +40,7 @@ class Operands(NamedTuple):
 # Jitted, so that a model of many equal layers traces and lowers the kernel once.
 @functools.partial(jax.jit, static_argnums=0)
 def d_query(p: Problem, operands: Operands) -> Float[Array, "B T N H"]:
-    """Padded as the query is. A block for each tile; blocks are small, so that many wait for memory at a time."""
+    """Padded as TMA wants it. A block for each tile; blocks are small, so that many wait for memory at a time."""
     _, _, tiles, panels, parts, width = operands.sums.shape
     columns = parts * width // ROWS
 
@@ -52,13 +53,15 @@ def d_query(p: Problem, operands: Operands) -> Float[Array, "B T N H"]:
             slots[panel] = (x * lax.broadcast_in_dim(factor, x.shape, [0])).astype(p.dtype)
         plgpu.commit_smem()
         for panel in range(panels):
-            of_panel = pl.ds(panel * columns, columns)
-            plgpu.copy_smem_to_gmem(slots.at[panel], d_query.at[example, rows, head, of_panel])
+            to = tma_columns(d_query.at[example, rows, head], panel * columns, columns, axis="tile")
+            plgpu.copy_smem_to_gmem(slots.at[panel], to)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
         attention_backward_sums,
-        out_type=jax.ShapeDtypeStruct((p.batch, for_tma(p.q_len, ROWS), p.heads, panels * columns), p.dtype),
+        out_type=jax.ShapeDtypeStruct(
+            (p.batch, for_tma(p.q_len, ROWS), p.heads, array_columns(p.qk_dim, panels * columns)), p.dtype
+        ),
         grid=(p.batch, tiles, p.heads),
         grid_names=("example", "tile", "head"),
         scratch_types={"slots": smem_tile(panels, ROWS, columns, dtype=p.dtype)},

@@ -12,7 +12,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from fast_layers.kernel_parts.smem_tile import smem_tile
+from fast_layers.kernel_parts.fragments import load_turned_factor
+from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
 from fast_layers.ops.attention.hopper_bwd_scores import TILE
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.problem import Problem
@@ -45,6 +46,17 @@ def scratch_types(p: Problem, keys: int, depth: int, consumed: Any) -> dict[str,
         keys_mended=plgpu.Barrier(num_arrivals=WARPGROUPS),
     )
     return types._asdict()
+
+
+def turned(d_scores: list[Any], key: Any) -> list[Any]:
+    """Tiles of dS, which stand with their keys first, as products with those keys take them."""
+    columns = swizzled_columns(ROWS, key.dtype)
+    if swizzled_columns(key.shape[1], key.dtype) == columns:
+        return [x.T for x in d_scores]
+    # wgmma wants both of its factors in shared memory swizzled alike, and dS by fewer columns takes longer to copy.
+    loaded = [load_turned_factor(x, 0, ROWS, columns) for x in d_scores]
+    plgpu.commit_smem()  # read by all, before the next are written
+    return loaded
 
 
 def send(p: Problem, product: Float[Array, "64 H"], slot: Any, d_query_ref: Any, head: Any, rows: Any):

@@ -48,6 +48,7 @@ from fast_layers.kernel_parts.fragments import load_factor, load_turned_factor, 
 from fast_layers.kernel_parts.online_softmax import OnlineSoftmax
 from fast_layers.kernel_parts.over_batch import over_batch
 from fast_layers.kernel_parts.smem_tile import smem_tile, swizzled_columns
+from fast_layers.kernel_parts.tma_columns import tma_columns
 from fast_layers.ops.attention import hopper_few_rows_join, packed_heads, split_kv
 from fast_layers.ops.attention.config import PART_COLUMNS
 from fast_layers.ops.attention.forward_parts import (
@@ -135,8 +136,8 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
         def load(i):
             slot = lax.rem(i, stages)
             key, value = keys_and_values(work, inputs, piece, work.tile_at(span, i))
-            plgpu.copy_gmem_to_smem(key, s.k_slots.at[slot], s.kv_ready.at[slot])
-            plgpu.copy_gmem_to_smem(value, s.v_slots.at[slot], s.kv_ready.at[slot])
+            for rows, slots in (key, s.k_slots), (value, s.v_slots):
+                plgpu.copy_gmem_to_smem(tma_columns(rows, 0, slots.shape[2]), slots.at[slot], s.kv_ready.at[slot])
 
         def step(i, carry):
             state, out = carry
@@ -150,21 +151,25 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
                     pl.when(has_broken_rows(value))(lambda: mend_broken_rows(key, value))
                     plgpu.commit_smem()
 
-            def multiply_keys(acc):
-                factor = key if is_swizzled(qk_dim) else load_factor(key)
-                plgpu.wgmma(acc, factor, s.q_slot.at[:, pl.ds(0, qk_dim)].T)
-                return acc[...]
+            def load_values():
+                swizzled = swizzled_columns(v_dim, p.dtype) if is_swizzled(v_dim) else None
+                return [load_turned_factor(value, at, v_dim, swizzled) for at in range(0, v_dim, _ROWS)]
 
-            scores = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef((kv_tile, columns), jnp.float32))
+            def multiply_keys(acc):
+                factor = key if is_swizzled(qk_dim) else load_factor(key, qk_dim)
+                plgpu.wgmma(acc, factor, s.q_slot.at[:, pl.ds(0, qk_dim)].T)
+                # A block that is alone on its SM has nothing else to do meanwhile.
+                loaded = load_values() if v_dim < v_rows and tiles.in_cluster else []
+                return acc[...], loaded
+
+            scores, loaded = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef((kv_tile, columns), jnp.float32))
             at = {"example": piece.example, "head": piece.head, "q_start": 0, "k_start": j * kv_tile, "q_axis": 1}
             scores, to_log2 = log2_logits(p, logits, scores, at)
             if mask.hides:
                 scores = lax.cond(span.ragged(j), lambda x: mask.hide(x, rows=rows, **at), lambda x: x, scores)
             state, weights, rescale = state.step(scores, to_log2, s.exchange)
             s.weight_slot.T[...] = weights.astype(p.dtype)
-            factors = [value.T]
-            if v_dim < v_rows:
-                factors = [load_turned_factor(value, at, is_swizzled(v_dim)) for at in range(0, v_dim, _ROWS)]
+            factors = [value.T] if v_dim == v_rows else loaded or load_values()
             plgpu.commit_smem()
 
             def multiply_values(*accs):
@@ -252,7 +257,7 @@ def _scratch_types(p: Problem, tiles: HopperFewRowsTiles, queries: int, out_dtyp
     columns, kv_tile, stages = tiles.columns, tiles.kv_tile, tiles.stages
 
     def slots(depth: int) -> Any:
-        shape = stages, kv_tile, depth
+        shape = stages, kv_tile, tiles.slot_columns(depth)
         return smem_tile(*shape, dtype=p.dtype) if is_swizzled(depth) else plgpu.SMEM(shape, p.dtype)
 
     q_columns = whole_depth(p.qk_dim)
@@ -284,8 +289,7 @@ def _beside(rows: Any, slot: Any) -> tuple[Any, Any]:
     if rows.shape[0] == 1:
         # A row by itself would be copied without a tensor map, which is what knows where rows end.
         return rows, slot.at[:, pl.ds(0, rows.shape[1])]
-    start = lax.axis_index("block") * 0  # JAX refuses a slice of which it knows that it ends outside
-    return rows.at[:, pl.ds(start, width)], slot
+    return tma_columns(rows, 0, width), slot
 
 
 class _ColumnSoftmax(NamedTuple):

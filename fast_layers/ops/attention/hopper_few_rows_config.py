@@ -23,7 +23,8 @@ _FEW_COLUMNS, _DEPTH_OF_MANY = 16, 128
 several blocks share an SM."""
 _FEWEST_SWIZZLED_COLUMNS = 32
 _MOST_PLAIN_KEYS = 32_768
-"""Of all heads. With 16,384 this kernel was timed to be faster, with 65,536 not."""
+"""Of all heads, where depths are over `_TIMED_PLAIN_DEPTH`."""
+_TIMED_PLAIN_DEPTH = 80
 _RESERVED_BYTES = 1 << 10
 """Of an SM's shared memory, for each block."""
 _STEP_BYTES = 32 << 10
@@ -69,12 +70,15 @@ def takes(problem: Problem) -> bool:
 
 
 def _loads_slowly(problem: Problem) -> bool:
-    """Whether few blocks go through many deep keys in plain rows. At 16,384 keys of depth 80 that was 13 % slower than
-    the kernel for all forwards."""
+    """Whether few blocks would go through many deep keys in plain rows, which were timed at depth 80 alone: there they
+    were 13 to 15 % faster than the kernel for all forwards, but as much slower where rows stand closer."""
     p = problem
-    plain = not (is_swizzled(p.qk_dim) and is_swizzled(p.v_dim))
-    deep, heads = max(p.qk_dim, p.v_dim) > SWIZZLED_COLUMNS, p.batch * p.kv_heads
-    return plain and deep and heads <= _MOST_ALONE and heads * p.kv_len > _MOST_PLAIN_KEYS
+    deep, heads = max(p.qk_dim, p.v_dim) > _TIMED_PLAIN_DEPTH, p.batch * p.kv_heads
+    return _has_plain_rows(p) and deep and heads <= _MOST_ALONE and heads * p.kv_len > _MOST_PLAIN_KEYS
+
+
+def _has_plain_rows(problem: Problem) -> bool:
+    return not (is_swizzled(problem.qk_dim) and is_swizzled(problem.v_dim))
 
 
 def is_swizzled(depth: int) -> bool:
@@ -95,13 +99,15 @@ def whole_depth(depth: int) -> int:
 class HopperFewRowsTiles:
     """The kernel's shape: `columns` hold all rows of a key/value head, `kv_tile` keys a step, `stages` slots for keys
     and values each, `splits` parts of the keys that they see, a block for each. Parts `in_cluster` are put together by
-    their blocks, others by a second kernel."""
+    their blocks, others by a second kernel. Plain `rows_apart` have no two of eight wait for the same banks of shared
+    memory, but take TMA longer: few blocks wait for the former, and many for the latter."""
 
     columns: int
     kv_tile: int = 64
     stages: int = 2
     splits: int = 1
     in_cluster: bool = False
+    rows_apart: bool = False
 
     def __post_init__(self):
         if self.columns % _EIGHT or not 0 < self.columns <= _MOST_COLUMNS:
@@ -129,13 +135,19 @@ class HopperFewRowsTiles:
         """Of a row of out in shared memory."""
         return round_up(v_dim, PART_COLUMNS) if self.in_cluster else whole_depth(v_dim)
 
+    def slot_columns(self, depth: int) -> int:
+        """Of keys or values in shared memory. Eight more, which TMA fills with zeros, put plain rows an odd multiple of
+        16 bytes apart."""
+        return depth + _EIGHT if self.rows_apart and not is_swizzled(depth) else depth
+
     def rows_joined(self, rows: int) -> int:
         """Those that a block of a cluster puts together, of so many in all."""
         return math.ceil(rows / self.splits)
 
     def smem_bytes(self, qk_dim: int, v_dim: int) -> int:
         """The last for barriers, a row of lse and what warps exchange."""
-        inputs = 2 * (2 * self.columns * whole_depth(qk_dim) + self.stages * self.kv_tile * (qk_dim + v_dim))
+        slots = self.stages * self.kv_tile * (self.slot_columns(qk_dim) + self.slot_columns(v_dim))
+        inputs = 2 * (2 * self.columns * whole_depth(qk_dim) + slots)
         out_bytes, out_columns = 4 if self.splits > 1 else 2, self.out_columns(v_dim)
         joined = 2 * self.rows_joined(self.columns) * out_columns if self.in_cluster and out_columns > v_dim else 0
         return inputs + self.columns * (2 * self.kv_tile + out_bytes * out_columns) + joined + (2 << 10)
@@ -195,12 +207,12 @@ class HopperFewRowsTiles:
         p, columns, blocks = problem, round_up(problem.q_len, _EIGHT), problem.batch * problem.heads
         narrow = columns <= _FEW_COLUMNS
         kv_tile = 128 if narrow and 128 * _bytes_per_key(p) <= _STEP_BYTES else 64
-        tiles = cls(columns, kv_tile)
         many = blocks >= _MANY_ROUNDS * HOPPER_SMS if narrow else blocks > HOPPER_SMS
+        tiles = cls(columns, kv_tile, rows_apart=not many and _has_plain_rows(p))
         three_blocks = narrow and tiles._blocks_per_sm(p.qk_dim, p.v_dim) > 2
         crowded = many and three_blocks and p.kv_len > _MOST_KEYS_OF_THREE
         if crowded and _STEP_BYTES < 128 * _bytes_per_key(p) <= _WIDE_STEP_BYTES:
-            tiles = cls(columns, 128)
+            tiles = dataclasses.replace(tiles, kv_tile=128)
         elif (crowded or not many) and kv_tile * _bytes_per_key(p) <= _STEP_BYTES:
             tiles = dataclasses.replace(tiles, stages=3)
         most = min(_MOST_SPLITS, math.ceil(p.kv_len / tiles.kv_tile))

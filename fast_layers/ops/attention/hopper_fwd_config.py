@@ -17,7 +17,7 @@ from fast_layers.ops.attention.config import (
     num_splits,
     sees_all,
 )
-from fast_layers.ops.attention.kernel_operands import padded_depth
+from fast_layers.ops.attention.kernel_operands import has_narrow_tiles, padded_depth
 from fast_layers.ops.attention.problem import Problem
 
 FEW_ROWS = 64
@@ -32,6 +32,11 @@ _MEASURED_HELD_COLUMNS = {(256, 256): (64, 0), (256, 128): (128, 128), (192, 192
 
 _MOST_BESIDE_128_KEYS = 160
 """Columns of out beside the scores of so many keys: with 176, and documents, 100 bytes of registers are spilled."""
+
+
+_FEWEST_TIMED_ROWS = 4096
+"""Under a causal mask, of narrow tiles. TMA takes as long for each of their rows as for a wide one, so that it pays if
+three warpgroups share them."""
 
 
 def _keys_seen(problem: Problem, queries: int) -> int:
@@ -304,6 +309,9 @@ class HopperForwardTiles:
             return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row
         if sees_all(p):
             return cls(2, 128, q_slots=2, blocks=HOPPER_SMS, takes_turns=False, cluster=2)
+        own = cls(3, 64, 4, 2, HOPPER_SMS, takes_turns=False, own_spans=True, last_keys_first=True)
+        if has_narrow_tiles(p) and max(p.q_len, p.kv_len) >= _FEWEST_TIMED_ROWS and own.one_ragged_tile(p):
+            return own
         persistent = _is_persistent(p)
         tiles = cls(2, 128, q_slots=2 if persistent else 1, blocks=HOPPER_SMS if persistent else 0)
         tiles = dataclasses.replace(tiles, last_keys_first=max(p.q_len, p.kv_len) > 1024)

@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from fast_layers.kernel_parts.kv_range import INT_MAX
+from fast_layers.ops.attention.config import SWIZZLED_COLUMNS
 from fast_layers.ops.attention.masks import MaskForm
 from fast_layers.ops.attention.problem import Problem
 
@@ -31,6 +32,17 @@ SMEM_LINE = 128
 def padded_depth(depth: int, multiple: int = DEPTH_MULTIPLE) -> int:
     """The depth that a kernel runs on."""
     return round_up(depth, multiple)
+
+
+def array_columns(depth: int, columns: int) -> int:
+    """Of an array for tiles of so many columns: with `tma_columns` it need not fill a single swizzled one."""
+    return padded_depth(depth) if columns == SWIZZLED_COLUMNS else columns
+
+
+def has_narrow_tiles(problem: Problem) -> bool:
+    """Whether depths are equal, between one and two swizzled tiles of the most columns: so they have tiles of fewer."""
+    p = problem
+    return p.qk_dim == p.v_dim and SWIZZLED_COLUMNS < padded_depth(p.qk_dim) < 2 * SWIZZLED_COLUMNS
 
 
 def pad_axis(x: Array, size: int, axis: int, value: Any = 0) -> Array:

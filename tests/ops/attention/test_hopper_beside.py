@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from fast_layers.ops.attention import api
-from fast_layers.ops.attention.hopper_bwd_beside import TILES, Sequence
 from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles
 from fast_layers.ops.attention.hopper_bwd_groups import MOST_D_SCORES_BYTES, most_scores_heads, scores_tiles
+from fast_layers.ops.attention.hopper_bwd_sequence import TILES, Sequence
 from fast_layers.ops.attention.problem import Problem
 
 
@@ -29,7 +29,7 @@ def _problem(length: int, batch: int, causal: bool, kv_heads: int = 16, heads: i
 
 
 def _sequence(problem: Problem) -> Sequence | None:
-    return Sequence.of(problem, HopperBackwardTiles.of(problem).for_call(problem))
+    return HopperBackwardTiles.of(problem).for_call(problem).sequence(problem)
 
 
 TAKEN = {
@@ -37,6 +37,7 @@ TAKEN = {
     "causal, 4,096, half as many heads": (4096, 2, True),
     "causal, 8,192": (8192, 2, True),
     "causal, 16,384": (16384, 1, True),
+    "causal, 16,384, heads for which groups would lose too much": (16384, 1, True, 25, 25),
     "causal, an odd number of examples": (4352, 7, True),
     "causal, 8,192, grouped heads": (8192, 2, True, 8, 64),
     "causal, 16,384, grouped heads": (16384, 1, True, 8, 32),
@@ -108,4 +109,4 @@ def test_others_have_a_kernel_for_d_query(name):
 def test_tiles_of_a_table_that_do_not_hold_keys():
     problem = _problem(*TAKEN["causal, 4,096"])
     tiles = HopperBackwardTiles.of(problem).for_call(problem)
-    assert Sequence.of(problem, dataclasses.replace(tiles, holds_keys=False)) is None
+    assert dataclasses.replace(tiles, holds_keys=False).sequence(problem) is None

@@ -22,7 +22,7 @@ from fast_layers.ops.attention import (
 from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS
 from fast_layers.ops.attention.hopper_bwd_config import HopperBackwardTiles, HopperDeepBackwardTiles
 from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
-from fast_layers.ops.attention.kernel_operands import padded_depth
+from fast_layers.ops.attention.kernel_operands import round_up
 from fast_layers.ops.attention.masks import Band
 from fast_layers.ops.attention.problem import MaskFacts, Problem
 from ops.attention.hopper_problems import problem_of
@@ -128,17 +128,21 @@ def test_tiles_for_all_depths_fit_in_shared_memory(qk_dim):
 
 @pytest.mark.parametrize("qk_dim", DEPTHS)
 def test_what_products_read_together_is_swizzled_alike(qk_dim):
-    """Both operands from shared memory: dS and K of dQ in each backward, weights and dO of dV in the deep one."""
+    """Both operands from shared memory: K and Q, V and dO; dS and K of dQ in each backward, but where dS is left at
+    other depths; weights and dO of dV in the deep one."""
 
     def columns(depth):
         return swizzled_columns(depth, jnp.bfloat16)
 
     for problem in (each for v_dim in DEPTHS for each in _problems((qk_dim, v_dim))):
-        tiles = tuned.tiles_class("backward", qk_dim, problem.v_dim).of(problem)
-        key = padded_depth(qk_dim, tiles.depth_multiple)
-        value = padded_depth(problem.v_dim, tiles.value_multiple)
+        tiles = tuned.tiles_class("backward", qk_dim, problem.v_dim).of(problem).for_call(problem)
+        key, value = tiles.tile_columns(qk_dim, problem.v_dim)
+        assert key >= qk_dim
+        assert value >= problem.v_dim
         if isinstance(tiles, HopperDeepBackwardTiles):
             assert columns(key) == columns(value) == columns(tiles.q_tile) == columns(tiles.kv_tile), (tiles, problem)
+        elif tiles.d_query_apart:
+            assert key == value == round_up(qk_dim, 16)
         else:
             assert columns(key if tiles.q_tile == 128 else key // 2) == columns(64), (tiles, problem)
             assert value % 16 == 0
@@ -307,7 +311,12 @@ def _backward_tiles(q_len, kv_len, depth, options) -> HopperBackwardTiles:
         (2048, 2048, 64, {}, False),
         (128, 8192, 128, {}, False),  # too few queries for their dS
         (448, 448, 128, {}, False),
-        (512, 512, 96, {}, False),
+        (512, 512, 96, {}, True),
+        (512, 512, 72, {"is_causal": True}, True),
+        (2048, 2048, 80, {"local_window_size": (1024, 0)}, True),
+        (448, 448, 80, {}, False),
+        (512, 512, 48, {}, False),
+        (512, 512, 80, {"segment_ids": np.zeros(512, int), "is_causal": True}, True),
         (512, 512, 128, {"local_window_size": (100, 0)}, True),
         (2048, 2048, 128, {"local_window_size": (896, 128)}, True),
         (2048, 2048, 128, {"local_window_size": (1025, 0)}, False),
@@ -341,6 +350,24 @@ def test_long_rows_hold_keys_in_registers(q_len, kv_len, options, holds):
     tiles = _backward_tiles(q_len, kv_len, 128, options)
     assert tiles.d_query_apart
     assert (tiles.holds_keys, tiles.blocks) == ((True, 0) if holds else (False, HOPPER_SMS))
+
+
+@pytest.mark.parametrize("depth", [72, 80, 96, 112])
+@pytest.mark.parametrize(
+    ("length", "options", "holds"),
+    [(512, {}, True), (1024, CAUSAL, True), (1024, {"softcap": 30.0}, False), (1024, {"local_window_size": 99}, False)],
+)
+def test_other_depths_have_a_block_for_each_tile_of_keys(depth, length, options, holds):
+    tiles = _backward_tiles(length, length, depth, options)
+    assert tiles.d_query_apart
+    assert (tiles.holds_keys, tiles.blocks) == (holds, 0)
+
+
+def test_what_a_table_says_of_persistent_blocks_is_left_out_at_other_depths():
+    (problem,) = (each for each in _problems((80, 80)) if each.q_len == 2048 and each.mask.band is None)
+    tiles = HopperBackwardTiles(64, blocks=132, d_query_apart=True)
+    assert tiles.for_call(problem) == HopperBackwardTiles(64, d_query_apart=True)
+    assert tiles.for_call(dataclasses.replace(problem, qk_dim=128, v_dim=128)) == tiles
 
 
 @pytest.mark.parametrize(
@@ -504,6 +531,28 @@ def test_causal_grouped_heads_and_dropout_have_64_keys(causal, kv_heads, dropout
 def test_values_have_a_slot_to_spare_where_that_is_faster(length, depth, options, spare):
     chosen = _forward_tiles(length, length, (depth, depth), jnp.bfloat16, options)
     assert [(tiles.spare_values, tiles.value_stages) for tiles in chosen] == [(spare, 2 + spare)] * 2
+
+
+@pytest.mark.parametrize(
+    ("length", "depth", "options", "three"),
+    [
+        *((4096, depth, CAUSAL, True) for depth in (72, 80, 96, 112)),
+        (2048, 80, CAUSAL, False),  # not timed, like those below
+        (4096, 80, {}, False),
+        (4096, 80, CAUSAL | {"local_window_size": (512, 0)}, False),
+        (4096, 80, CAUSAL | {"q_offset": 1}, False),
+        (4096, 80, CAUSAL | {"segment_ids": np.zeros((8, 4096), np.int32)}, False),
+        (4096, 64, CAUSAL, True),
+        (4096, 120, CAUSAL, False),
+        (4096, 128, CAUSAL, False),
+    ],
+    ids=str,
+)
+def test_three_warpgroups_share_narrow_rows_of_keys(length, depth, options, three):
+    for tiles in _forward_tiles(length, length, (depth, depth), jnp.bfloat16, options):
+        assert (tiles.compute_wgs == 3) is three
+        assert tiles.kv_tile == (64 if three and depth > 64 else 128)
+        assert tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES
 
 
 @pytest.mark.parametrize(

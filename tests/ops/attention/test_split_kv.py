@@ -69,9 +69,10 @@ def test_chosen_tiles_fit_in_shared_memory(depths, batch, q_len):
         pytest.param({"qk_dim": 96, "v_dim": 32}, True, id="depths that are multiples of 32"),
         pytest.param({"qk_dim": 72}, False, id="a query depth that is no multiple of 16"),
         pytest.param({"v_dim": 72}, False, id="a value depth that is no multiple of 16"),
-        pytest.param({"qk_dim": 80, "v_dim": 80}, False, id="few blocks for many deep keys in plain rows"),
-        pytest.param({"qk_dim": 80, "v_dim": 80, "kv_len": 4096}, True, id="fewer keys"),
-        pytest.param({"qk_dim": 80, "v_dim": 80, "batch": 16}, True, id="more blocks"),
+        pytest.param({"qk_dim": 80, "v_dim": 80}, True, id="few blocks for many keys in plain rows"),
+        pytest.param({"qk_dim": 112, "v_dim": 112}, False, id="few blocks for many deeper keys in plain rows"),
+        pytest.param({"qk_dim": 112, "v_dim": 112, "kv_len": 4096}, True, id="fewer keys"),
+        pytest.param({"qk_dim": 112, "v_dim": 112, "batch": 16}, True, id="more blocks"),
         pytest.param({"qk_dim": 48, "v_dim": 48}, True, id="keys that are not deep"),
         pytest.param({"q_len": 4}, True, id="16 rows: four queries of four heads"),
         pytest.param({"q_len": 16, "kv_heads": 32}, True, id="16 queries, no group"),
@@ -87,7 +88,7 @@ def test_what_the_kernel_of_few_rows_takes(changes, taken):
     assert takes(problem(**changes)) is taken
 
 
-CLUSTER = True
+CLUSTER, APART = True, True
 
 
 # Heads of each problem are those of keys, its queries the rows of each. Of those measured on an H200 the fastest, or
@@ -132,6 +133,11 @@ CLUSTER = True
         ),
         pytest.param({"qk_dim": 64, "v_dim": 64}, (128, 3, 16), id="depth 64: steps of as many bytes"),
         pytest.param({"qk_dim": 64, "v_dim": 64, "kv_len": 2048}, (128, 3, 8, CLUSTER), id="depth 64, fewer keys"),
+        pytest.param({"qk_dim": 80, "v_dim": 80}, (128, 3, 8, CLUSTER, APART), id="plain rows"),
+        pytest.param({"qk_dim": 96, "v_dim": 48}, (128, 3, 8, CLUSTER, APART), id="plain rows of values"),
+        pytest.param({"qk_dim": 96, "v_dim": 96}, (128, 3, 8, CLUSTER), id="depth 96"),
+        pytest.param({"qk_dim": 80, "v_dim": 80, "batch": 64}, (64, 3, 1, not CLUSTER, APART), id="few rounds"),
+        pytest.param({"qk_dim": 80, "v_dim": 80, "batch": 256, "kv_len": 2048}, (64, 2, 1), id="many: rows together"),
         pytest.param({"qk_dim": 256, "v_dim": 256, "heads": 4}, (64, 2, 32), id="depth 256"),
         pytest.param(
             {"qk_dim": 256, "v_dim": 256, "heads": 4, "q_len": 16, "batch": 2, "kv_len": 32768},
