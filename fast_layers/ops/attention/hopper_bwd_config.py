@@ -118,7 +118,8 @@ class HopperBackwardTiles:
         return SWIZZLED_COLUMNS * self.panels
 
     def tile_columns(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
-        """Of tiles of queries and keys, and of values. Those of dS that is left are as wide as keys ask for."""
+        """Of tiles of queries and keys, and of values: as many as there are where dS is left, which else keys meet in
+        shared memory."""
         if self.d_query_apart and qk_dim == v_dim > SWIZZLED_COLUMNS:
             return padded_depth(qk_dim), padded_depth(v_dim)
         return padded_depth(qk_dim, self.depth_multiple), padded_depth(v_dim, self.value_multiple)
@@ -156,7 +157,7 @@ class HopperBackwardTiles:
 
     def leaves_d_scores(self, problem: Problem) -> bool:
         """No mask, or over as many keys as queries a causal one or a window, and any intervals within; whole tiles; dS
-        fits, of a group of heads or, within a window, of all."""
+        fits, of a group of heads, within a window of all, or of those whose dQ other blocks have not made yet."""
         p, band = problem, problem.mask.band
         own = band is None
         if band is not None and band.high is not None and p.q_len == p.kv_len:
