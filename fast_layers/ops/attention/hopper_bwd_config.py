@@ -167,8 +167,8 @@ class HopperBackwardTiles:
             return False
         if scores_group(p) > 0:
             return True
-        found = (scores_in_parts(p), scores_by_queries(p), self.sequence(p)) if self.holds_keys else ()
-        return any(x is not None for x in found)
+        ways = scores_in_parts, scores_by_queries, self.sequence
+        return self.holds_keys and any(way(p) is not None for way in ways)
 
     def takes_whole_heads(self, problem: Problem) -> bool:
         """At one depth, no mask or a causal one over as many keys as queries. A block comes back to a tile of queries

@@ -55,15 +55,15 @@ def through_queries(role: Role, piece: Piece, turn: Any, before: Before, k_start
     keys = _keys(role, piece, turn, before, k_start)
 
     def over_queries(d_key, d_value):
-        def step(head, q_index, before: Before, hides, held_key):
-            return _step(role, keys, d_key, d_value, head, q_index, before, hides, held_key)
+        def step(head, q_index, before: Before, hides, held_keys):
+            return _step(role, keys, d_key, d_value, head, q_index, before, hides, held_keys)
 
-        def hold_key():
+        def hold_keys():
             # As products read it from shared memory, that would be busier than the tensor cores.
             held = keys.key[form.panels - form.held_panels :]
             return [plgpu.load(panel, layout=WGMMA, optimized=False) for panel in held]
 
-        after = piece.each_query_tile(step, before, hold_key)
+        after = piece.each_query_tile(step, before, hold_keys)
         return after, d_key[...], d_value[...]
 
     return pl.run_scoped(
@@ -116,7 +116,7 @@ def _step(
     q_index: Any,
     before: Before,
     hides: bool,
-    held_key: Any,
+    held_keys: Any,
 ) -> Before:
     """On one tile of queries of one head."""
     form, inputs, s, p = role.form, role.inputs, role.scratch, role.form.problem
@@ -126,7 +126,7 @@ def _step(
     first_row = role.warpgroup * ROWS if form.by_rows else 0
     place_of_tile = {"slot": slot, "head": head, "q_index": q_index}
     weights, kept, d_weights = pl.run_scoped(
-        functools.partial(_weights_and_gradients, role, keys, **place_of_tile, hides=hides, held_key=held_key),
+        functools.partial(_weights_and_gradients, role, keys, **place_of_tile, hides=hides, held_keys=held_keys),
         plgpu.WGMMAAccumulatorRef((ROWS, form.q_tile), jnp.float32),
         plgpu.WGMMAAccumulatorRef((ROWS, form.q_tile), jnp.float32),
     )
@@ -180,7 +180,7 @@ def _weights_and_gradients(
     head: Any,
     q_index: Any,
     hides: bool,
-    held_key: Any,
+    held_keys: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(weights, those that are kept, their gradients)."""
     form, inputs, s, mask, logits = role.form, role.inputs, role.scratch, role.mask, role.logits
@@ -218,7 +218,7 @@ def _weights_and_gradients(
         score_acc[...] = lse
     if not p.dropout_rate:
         d_weight_acc[...] = delta
-    for i, part in enumerate([*keys.key[: form.panels - len(held_key)], *held_key]):
+    for i, part in enumerate([*keys.key[: form.panels - len(held_keys)], *held_keys]):
         plgpu.wgmma(score_acc, part, query.at[:, i * panel : (i + 1) * panel].T)
     plgpu.wgmma(d_weight_acc, keys.value, d_out.T)
     scores = plgpu.wgmma_accumulator_load(score_acc, wait_n=1)  # d_weights' product goes on
