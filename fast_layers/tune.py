@@ -257,8 +257,8 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
     kind = tuned.tiles_class(pass_, depth, depth)
     if kind is HopperForwardTiles:
         grids = ((1, 0), (1, HOPPER_SMS), (2, HOPPER_SMS))
-        # Beyond depth 64 the output's rows do not fit in the share of three warpgroups.
-        warpgroups = (2, 3) if depth <= 64 else (2,)
+        # Beyond depth 64 the output's rows fit in the share of three warpgroups beside 64 keys alone.
+        shares = [(2, 64), (2, 128), *([(3, 64)] if depth <= 128 else []), *([(3, 128)] if depth <= 64 else [])]
         orders: list[dict[str, Any]] = [{"takes_turns": True}, {"takes_turns": False}]
         orders += (
             [{**o, "cluster": 2} for o in orders] if mask == "full" else [{"takes_turns": False, "own_spans": True}]
@@ -266,11 +266,11 @@ def candidates(pass_: str, depth: int, mask: str) -> Iterator[tuned.Tiles]:
         orders += [{**o, "last_keys_first": True} for o in orders] if mask == "causal" else []
         held = [{"takes_turns": False, "held_columns": columns} for columns in (64, 128)]
         orders += held if mask == "full" and depth > 128 else []
-        before_wait = (16, 32, 64) if depth <= 64 else (0, 32) if depth <= 128 else (0, 64)
+        before_wait = (0, 16, 32, 64) if depth <= 64 else (0, 32) if depth <= 128 else (0, 64)
         orders = [{**o, "keys_before_wait": keys} for o in orders for keys in before_wait]
         orders += [{"takes_turns": False, "first_maximum": False}]
-        choices = itertools.product(warpgroups, (64, 128), (2, 3, 4), grids, orders)
-        made = [kind(wgs, keys, stages, *grid, **order) for wgs, keys, stages, grid, order in choices]
+        choices = itertools.product(shares, (2, 3, 4, 6), grids, orders)
+        made = [kind(*share, stages, *grid, **order) for share, stages, grid, order in choices]
         if depth > 128:
             by_values = [t for t in made if t.blocks and t.q_slots == t.cluster == 1 and not t.takes_turns]
             ways: Any = itertools.product(by_values, (False, True))

@@ -322,6 +322,48 @@ def test_depths_that_are_no_multiples_of_64(backend, name, dtype):
     refusals.settle(backend, table)
 
 
+# Of as many tiles of 192 queries that three warpgroups of Hopper's forward share 64 keys; within a window of fewer.
+_MANY = Case(batch=8, q_len=900, kv_len=900, heads=32, kv_heads=8)
+SHARED = {
+    "128, causal": (128, dataclasses.replace(_MANY, is_causal=True, lse_gradient=True)),
+    "128, causal, soft cap and sinks": (128, dataclasses.replace(_MANY, is_causal=True, softcap=5.0, sinks=True)),
+    "128, causal, more keys": (128, dataclasses.replace(_MANY, kv_len=1000, is_causal=True, q_offset=37)),
+    "128, window": (128, dataclasses.replace(_MANY, batch=2, is_causal=True, window=(300, 0))),
+    "128, window on both sides": (128, dataclasses.replace(_MANY, batch=2, window=(100, 70))),
+    "128, causal documents": (128, dataclasses.replace(_MANY, documents=(500, 3, 397), is_causal=True)),
+    "128, documents, padding of NaN": (
+        128,
+        dataclasses.replace(_MANY, documents=(300, 100, 3, 397), poisoned_padding=True),
+    ),
+    "128, causal, scattered documents": (
+        128,
+        dataclasses.replace(_MANY, documents=(500, 3, 397), scattered=True, is_causal=True),
+    ),
+    "128, lengths": (
+        128,
+        dataclasses.replace(_MANY, key_lengths=(900, 77) * 4, query_lengths=(899, 300) * 4, poisoned_padding=True),
+    ),
+    "64, documents": (64, dataclasses.replace(_MANY, documents=(500, 3, 397))),
+    "64, causal documents, padding of NaN": (
+        64,
+        dataclasses.replace(_MANY, documents=(300, 100, 3, 397), poisoned_padding=True, is_causal=True),
+    ),
+    "64, window": (64, dataclasses.replace(_MANY, batch=2, is_causal=True, window=(300, 0))),
+    "96": (96, dataclasses.replace(_MANY, batch=1, q_len=4100, kv_len=4100)),
+    "80, causal documents": (80, dataclasses.replace(_MANY, documents=(500, 3, 397), is_causal=True)),
+    "112, window": (112, dataclasses.replace(_MANY, batch=2, is_causal=True, window=(300, 0))),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_many_rows_that_three_warpgroups_share(backend, name):
+    depth, case = SHARED[name]
+    case = dataclasses.replace(case, qk_dim=depth, v_dim=depth)
+    table = check_parity(backends=[backend], cases={name: case}, dtypes=[jnp.bfloat16])
+    refusals.settle(backend, table)
+
+
 # More pieces than blocks, whose out Hopper's forward sends by the slots of values, with and without one to spare.
 _DEEP = Case(batch=2, q_len=1152, kv_len=1152, heads=8, kv_heads=8, qk_dim=192, v_dim=192)
 _DEEPEST = dataclasses.replace(_DEEP, qk_dim=256, v_dim=256)
@@ -452,7 +494,8 @@ def _refused(name, query, key, value, **options):
     return refused
 
 
-# 48 heads are more tiles of queries than there are blocks in a persistent grid; few queries have their keys split.
+# 48 heads and more are more tiles of queries than there are blocks in a persistent grid; few queries have their keys
+# split.
 BROKEN = {
     "causal": ({"is_causal": True}, 300, 48),
     "window": ({"local_window_size": (80, 0)}, 300, 48),
@@ -461,6 +504,10 @@ BROKEN = {
     "causal, 16 queries": ({"is_causal": True, "q_offset": 1000}, 16, 2),
     "sinks": ({"is_causal": True, "sinks": np.linspace(-2, 2, 48, dtype=np.float32)}, 300, 48),
     "dropout": ({"is_causal": True, "dropout_rate": 0.2, "dropout_rng": 0}, 300, 48),
+    # Of which three warpgroups share 64 keys at depth 128.
+    "window, many rows": ({"local_window_size": (80, 0)}, 900, 48),
+    "causal, many rows": ({"is_causal": True}, 900, 108),
+    "documents, many rows": ({"is_causal": True, "segment_ids": np.repeat([3, 4, 5], [400, 300, 200])}, 900, 108),
 }
 
 

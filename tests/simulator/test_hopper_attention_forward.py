@@ -139,6 +139,18 @@ SPANS = {
         square(460, heads=2, kv_heads=1, is_causal=True),
         dataclasses.replace(OWN_SPANS, compute_wgs=3, kv_tile=128, stages=3, q_slots=2, last_keys_first=True),
     ),
+    "three warpgroups, causal documents": (
+        square(460, heads=2, kv_heads=1, is_causal=True, documents=(70, 30, 220, 140)),
+        dataclasses.replace(OWN_SPANS, compute_wgs=3, stages=3, q_slots=2),
+    ),
+    "documents and rows that see nothing": (
+        square(330, heads=2, kv_heads=1, documents=(100, 150), poisoned_padding=True),
+        OWN_SPANS,
+    ),
+    "documents in a window": (
+        square(330, heads=1, kv_heads=1, window=(90, 20), documents=(100, 230)),
+        OWN_SPANS,
+    ),
 }
 
 
@@ -212,11 +224,16 @@ RANGE = {
     ),
     "window": ({}, {"local_window_size": (90, 20)}, _PERSISTENT),
     "documents": ({}, {"segment_ids": np.repeat([3, 4, 5], [100, 120, 40])[None]}, _PERSISTENT),
+    "documents, spans of their own": (
+        {},
+        {"segment_ids": np.repeat([3, 4, 5], [100, 120, 40])[None], "is_causal": True},
+        dataclasses.replace(_ALONE, own_spans=True),
+    ),
     "lengths": ({}, {"key_value_seq_lengths": np.array([200])}, _PERSISTENT),
     "queries in registers": ({"length": 256, "depth": 128}, {}, dataclasses.replace(_ALONE, held_columns=64)),
     "out by values": ({}, {"is_causal": True}, dataclasses.replace(_ALONE, own_spans=True, out_by_values=True)),
 }
-RANGE_EACH_RUN = {"cluster", "the last keys first", "documents"}
+RANGE_EACH_RUN = {"cluster", "the last keys first", "documents, spans of their own"}
 
 
 def shifted(shift: float, length: int = 260, heads: int = 1, depth: int = 64):
@@ -264,7 +281,7 @@ def _nothing_but_nan(*arguments):
 
 
 @pytest.mark.parametrize("shift", [0.0, 200.0])
-@pytest.mark.parametrize("name", some_each_run(RANGE, {"documents", "the last keys first"}))
+@pytest.mark.parametrize("name", some_each_run(RANGE, {"documents, spans of their own", "the last keys first"}))
 def test_pieces_are_done_again_only_for_their_range(name, shift):
     sizes, options, tiles = RANGE[name]
     again = hopper_fwd, "over_keys_again", _nothing_but_nan

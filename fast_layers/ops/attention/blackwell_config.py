@@ -42,6 +42,8 @@ class BlackwellForwardTiles:
 
     q_slots = 1
     """For the queries of each tile."""
+    mask_parts = 1
+    """As `HopperForwardTiles.mask_parts`."""
 
     def __post_init__(self):
         if self.q_tiles not in (1, 2):

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.kernel_parts.over_batch import over_batch
-from fast_layers.kernel_parts.tile_order import TileOrder, deal, deal_in_turns, snake, turns
+from fast_layers.kernel_parts.tile_order import TileOrder, deal_by_groups, deal_in_turns, snake, turns
 from fast_layers.ops.attention import packed_heads, split_kv
 from fast_layers.ops.attention.config import PART_COLUMNS, packs_heads
 from fast_layers.ops.attention.kernel_operands import (
@@ -84,7 +84,7 @@ def attend(
         pad_for_tma(inputs.key, tiles.kv_tile, qk_dim),
         pad_for_tma(inputs.value, tiles.kv_tile, v_dim),
         None if sinks is None or tiles.splits > 1 else sinks_by_row(sinks, p, tiles.q_tile),
-        mask_operand(p, form, tiles),
+        mask_operand(p, form, tiles, tiles.mask_parts),
         LogitOperands.of(inputs, aux, tiles.q_tile, tiles.kv_tile),
     )
     out, lse, *others = over_batch(functools.partial(launch, tiles, group), SHARED)(p, operands)
@@ -94,10 +94,11 @@ def attend(
     return out.astype(problem.dtype), lse, *others
 
 
-def mask_operand(p: Problem, form: MaskForm, tiles: Any) -> RowMask | ExampleBand | None:
-    """Of few rows the numbers of each example, if these say all: arrays of rows take XLA longer than a kernel saves."""
+def mask_operand(p: Problem, form: MaskForm, tiles: Any, parts: int = 1) -> RowMask | ExampleBand | None:
+    """Of few rows the numbers of each example, if these say all: arrays of rows take XLA longer than a kernel saves.
+    Else arrays that tell of `parts` of each tile of queries."""
     by_example = form.intervals_by_example if form.has_interval_arrays and p.q_len <= tiles.q_tile else None
-    return by_example or RowMask.of(p, form, tiles.q_tile, tiles.kv_tile)
+    return by_example or RowMask.of(p, form, tiles.q_tile, tiles.kv_tile, parts)
 
 
 def sinks_by_row(sinks: Float[Array, " N"], p: Problem, q_tile: int) -> Float[Array, "1 N T|1"]:
@@ -214,8 +215,8 @@ class Work:
         return self.blocks < self.order.total
 
     def schedule(self) -> np.ndarray:
-        """For the blocks of a persistent grid, as `deal` gives it."""
-        return deal(self.key_tiles() + _PIECE_COST, self.blocks)
+        """For the blocks of a persistent grid, as `deal_by_groups` gives it."""
+        return deal_by_groups(self.key_tiles() + _PIECE_COST, self.blocks, self.order.group * self.order.tiles)
 
     def schedule_by(self, mask: RowMask) -> Int[Array, "blocks turns"]:
         """As `schedule`, for a mask that is not known before the call.

@@ -127,8 +127,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         *schedule_ref, out_ref, lse_ref, sizes_ref = (*refs[tree.num_leaves :], *([] if measures else [None]))
         warpgroup = lax.axis_index("warpgroup")
         logits = TileLogits(p, inputs.logits)
-        mask = TileMask(p, tiles.q_tile, kv_tile, inputs.mask, logits)
-        own_mask = TileMask(p, ROWS, kv_tile, None, logits) if tiles.own_spans else None
+        mask = TileMask(p, tiles.q_tile, kv_tile, inputs.mask, logits, tiles.mask_parts)
+        own_mask = TileMask(p, ROWS, kv_tile, inputs.mask, logits) if tiles.own_spans else None
         s = _Scratch(**{"out_slots": None, "loose_query": None, **scratch})
         each_piece = functools.partial(work.each_piece, mask, schedule=schedule_ref[0] if schedule_ref else None)
 
@@ -210,9 +210,10 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         return mask.hides_real_keys or tiles.first_maximum
 
     def judge(s: _Scratch):
-        """By one warpgroup, since a sum over several warps takes the block's only scratch for it."""
+        """By one warpgroup."""
         plgpu.barrier_wait(s.looked)
-        found = (plgpu.load(s.row_slots.at[wgs + looker], layout=BY_ROW) for looker in range(lookers))
+        # As if they were columns, so that each warp has all of them: what warps have together takes a scratch.
+        found = (plgpu.load(s.row_slots.at[wgs + looker], layout=WGMMA.reduce(0)) for looker in range(lookers))
         worst = functools.reduce(jnp.maximum, found).max()
         s.row_slots[wgs] = plgpu.layout_cast(jnp.broadcast_to(worst, (ROWS,)), BY_ROW)
         plgpu.barrier_arrive(s.judged)
@@ -253,7 +254,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
 
         span = block_span
         if own_mask is not None:
-            span = own_mask.key_span(example, lax.div(q_start, ROWS))
+            span = own_mask.key_span(example, lax.div(q_start, ROWS)).within(block_span)
             span = span._replace(last=jnp.where(q_start < p.q_len, span.last, span.first + 1))
         # The block's tiles of keys are numbered as they are loaded; this warpgroup takes those in [begin, end).
         if backwards:
@@ -504,7 +505,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         num_threads=wgs + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(*jax.tree.leaves(operands), *schedule)
     return *work.combine(out, lse, group), *(hopper_fwd_sizes.by_head(p, x) for x in sizes)
 

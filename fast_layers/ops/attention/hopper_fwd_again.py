@@ -42,7 +42,8 @@ def load_again(work: Work, mask: TileMask, inputs: Any, s: Any, piece: Piece, tu
         plgpu.copy_gmem_to_smem(v_ref, v_slot, s.kv_arrived)
         plgpu.barrier_wait(s.kv_arrived)
         if mask.hides_real_keys:
-            pl.when(piece.span.ragged(j))(lambda: mend_broken_rows(k_slot, v_slot))
+            few_registers = work.tiles.takes_64_keys
+            pl.when(piece.span.ragged(j))(lambda: mend_broken_rows(k_slot, v_slot, few_registers))
         plgpu.commit_smem()
         plgpu.barrier_arrive(s.again_ready)
 

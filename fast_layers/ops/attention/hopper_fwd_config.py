@@ -34,9 +34,12 @@ _MOST_BESIDE_128_KEYS = 160
 """Columns of out beside the scores of so many keys: with 176, and documents, 100 bytes of registers are spilled."""
 
 
-_FEWEST_TIMED_ROWS = 4096
-"""Under a causal mask, of narrow tiles. TMA takes as long for each of their rows as for a wide one, so that it pays if
-three warpgroups share them."""
+_LONG_ROWS = {True: 4096, False: 8192}
+"""By whether tiles are narrow, of which TMA takes as long for each row as for a wide one. From so many on, and within
+windows, the larger tiles of three warpgroups need fewer rounds of all blocks than `_ROUNDS`."""
+_FEW_ROUNDS, _ROUNDS = 2, 8
+_WIDEST_WINDOW = 1152
+"""Keys that 128 queries see, for which three warpgroups were timed at depth 64."""
 
 
 def _keys_seen(problem: Problem, queries: int) -> int:
@@ -55,6 +58,24 @@ def _is_causal(problem: Problem) -> bool:
 def _is_windowed(problem: Problem) -> bool:
     band = problem.mask.band
     return band is not None and band.low is not None
+
+
+def _takes_64_keys(problem: Problem) -> bool:
+    """Of many rows at depths up to 128: whether it pays if three warpgroups share tiles of 64 keys, each with spans of
+    its own. Timed in bfloat16: in float16 sums are rescaled, which takes 3 % more with 64 keys. What is given for each
+    score, and the keep decisions of dropout, have no registers there."""
+    p, narrow = problem, has_narrow_tiles(problem)
+    deeper, long = max(p.qk_dim, p.v_dim) > 64, max(p.q_len, p.kv_len) >= _LONG_ROWS[narrow]
+    if p.per_score or p.dropout_rate or not (narrow or p.dtype == jnp.bfloat16):
+        return False
+    known = known_before_the_call(p)
+    of_window = _is_windowed(p) and max(p.q_len, p.kv_len) > 512 and _keys_seen(p, 128) <= _WIDEST_WINDOW
+    if known and not deeper and not of_window:
+        return False
+    if sees_all(p) and not (narrow and long):
+        return False
+    rounds = _FEW_ROUNDS if known and (long or _is_windowed(p)) else _ROUNDS
+    return p.batch * p.heads * -(-p.q_len // (3 * 64)) >= rounds * HOPPER_SMS
 
 
 def _is_persistent(problem: Problem) -> bool:
@@ -144,6 +165,16 @@ class HopperForwardTiles:
         return 64 * self.compute_wgs
 
     @property
+    def takes_64_keys(self) -> bool:
+        """Whether three warpgroups share tiles of so many, as `_takes_64_keys` has it."""
+        return self.compute_wgs == 3 and self.kv_tile == 64
+
+    @property
+    def mask_parts(self) -> int:
+        """Of a tile of queries, of each of which a mask of arrays tells the keys."""
+        return self.compute_wgs if self.own_spans else 1
+
+    @property
     def out_in_one_slot(self) -> bool:
         """Of values, if it leaves by them: all warpgroups' rows."""
         return self.kv_tile >= self.q_tile
@@ -154,8 +185,8 @@ class HopperForwardTiles:
 
     @property
     def compute_registers(self) -> int:
-        """Per thread. What a block is launched with, in three warpgroups 168 each, is dealt out anew, in steps of 8; a
-        block that asks for more waits for ever."""
+        """Per thread. What a block is launched with, in three warpgroups 168 each, in four 128, is dealt out anew, in
+        steps of 8; a block that asks for more waits for ever."""
         return {1: 240, 2: (3 * 168 - self.load_registers) // 2, 3: 160}[self.compute_wgs]
 
     @property
@@ -199,7 +230,8 @@ class HopperForwardTiles:
             return cls._of_few_rows(p)
         another_order = measured is not None and measured.last_keys_first and not measured.one_ragged_tile(p)
         another_way_out = measured is not None and measured.out_by_values and not _out_by_values_pays(p)
-        if measured is None or another_order or another_way_out:
+        another_share = measured is not None and measured.takes_64_keys and not _takes_64_keys(p)
+        if measured is None or another_order or another_way_out or another_share:
             measured = cls._of_many_rows(p)  # what was measured is the fastest in that order and way alone
         tiles = measured.for_mask(p)
         if not tiles._fits(p):
@@ -231,9 +263,7 @@ class HopperForwardTiles:
 
     def for_mask(self, p: Problem) -> HopperForwardTiles:
         """Without what this call's mask or its number of queries has no use for."""
-        arrays = p.mask.interval_arrays or p.mask.segments
         alike = sees_all(p) and -(-p.q_len // self.q_tile) % 2 == 0
-        known = p.mask.band is not None and not arrays
         alone = self.cluster == 2 and not alike
         many = self.splits == 1 and p.q_len > 64  # few rows wait for memory, whatever their softmax does
         first_maximum = self.first_maximum and many and p.dtype == jnp.bfloat16 and not p.per_score
@@ -244,7 +274,7 @@ class HopperForwardTiles:
         held = whole and p.softcap is None and self.held_columns < p.qk_dim and p.qk_dim % SWIZZLED_COLUMNS == 0
         return dataclasses.replace(
             self,
-            own_spans=self.own_spans and known,
+            own_spans=self.own_spans and (p.mask.band is not None or p.mask.interval_arrays or p.mask.segments),
             last_keys_first=last_keys_first,
             held_columns=self.held_columns if held else 0,
             first_maximum=first_maximum,
@@ -287,9 +317,11 @@ class HopperForwardTiles:
     @classmethod
     def _of_depth_64(cls, p: Problem) -> HopperForwardTiles:
         longest, known = max(p.q_len, p.kv_len), _is_causal(p) and known_before_the_call(p)
+        if _takes_64_keys(p):
+            return cls(3, 64, 6, 2, HOPPER_SMS, takes_turns=False, own_spans=True)
         orders = {"takes_turns": False, "own_spans": True, "last_keys_first": True, "keys_before_wait": 64}
         own = cls(3, 128, 3, 2, HOPPER_SMS, **orders)
-        gains = own.one_ragged_tile(p) or (_is_windowed(p) and _keys_seen(p, 128) <= 1152)
+        gains = own.one_ragged_tile(p) or (_is_windowed(p) and _keys_seen(p, 128) <= _WIDEST_WINDOW)
         if known and (longest <= 512 or (longest > 1024 and gains)):
             return own
         if _is_causal(p) and longest <= 1024:
@@ -307,11 +339,11 @@ class HopperForwardTiles:
     def _of_depth_128(cls, p: Problem) -> HopperForwardTiles:
         if p.dropout_rate:
             return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row
+        own = cls(3, 64, 4, 2, HOPPER_SMS, takes_turns=False, own_spans=True, last_keys_first=True)
+        if _takes_64_keys(p) and own._fits(p):
+            return own
         if sees_all(p):
             return cls(2, 128, q_slots=2, blocks=HOPPER_SMS, takes_turns=False, cluster=2)
-        own = cls(3, 64, 4, 2, HOPPER_SMS, takes_turns=False, own_spans=True, last_keys_first=True)
-        if has_narrow_tiles(p) and max(p.q_len, p.kv_len) >= _FEWEST_TIMED_ROWS and own.one_ragged_tile(p):
-            return own
         persistent = _is_persistent(p)
         tiles = cls(2, 128, q_slots=2 if persistent else 1, blocks=HOPPER_SMS if persistent else 0)
         tiles = dataclasses.replace(tiles, last_keys_first=max(p.q_len, p.kv_len) > 1024)

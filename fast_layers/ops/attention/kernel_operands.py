@@ -76,13 +76,14 @@ class RowMask(NamedTuple):
     start: Int[Array, "B|1 T"]
     stop: Int[Array, "B|1 T"]
     tiles: Int[Array, "B|1 I 5"]
-    """hull's first and last key, then full's, both half-open; then whether each row sees all keys of its interval."""
+    """Of a tile of queries, or a part of one: hull's first and last key, then full's, both half-open; then whether each
+    row sees all keys of its interval."""
     query_segments: Int[Array, "B|1 T"] | None
     key_segments: Int[Array, "B|1 S"] | None
 
     @classmethod
-    def of(cls, problem: Problem, form: MaskForm, q_tile: int, kv_tile: int) -> RowMask | None:
-        """None if a static band says it all."""
+    def of(cls, problem: Problem, form: MaskForm, q_tile: int, kv_tile: int, parts: int = 1) -> RowMask | None:
+        """None if a static band says it all. `parts` of each tile of queries are told apart."""
         if form.start is None and form.stop is None and form.query_segments is None:
             return None
         p = problem
@@ -95,7 +96,7 @@ class RowMask(NamedTuple):
         return cls(
             start,
             stop,
-            jnp.minimum(_tiles(start, stop, scattered, p.q_len, q_tile), keys),
+            jnp.minimum(_tiles(start, stop, scattered, p.q_len, q_tile // parts), keys),
             None if form.query_segments is None else pad_axis(form.query_segments, rows, 1, -1),
             None if form.key_segments is None else pad_axis(form.key_segments, keys, 1, -1),
         )

@@ -29,7 +29,7 @@ _COLUMNS = 8
 _ROWS = 64
 """Of a tile that a warpgroup looks at together."""
 _MENDED_BY_ROWS = 128
-"""The largest depth of keys and values that are mended so."""
+"""The largest depth of keys and values that are mended so, where there are registers for it."""
 
 
 class Span(NamedTuple):
@@ -46,6 +46,11 @@ class Span(NamedTuple):
 
     def ragged(self, tile: Any) -> Any:
         return (tile < self.full_first) | (tile >= self.full_last)
+
+    def within(self, other: Span) -> Span:
+        """Of those to visit the ones that `other` visits, or the nearest one of these."""
+        first = jnp.clip(self.first, other.first, other.last - 1)
+        return self._replace(first=first, last=jnp.clip(self.last, first + 1, other.last))
 
     def part(self, index: Any, parts: int) -> Span:
         """The `index`-th of `parts` shares of the tiles to visit, which differ by one tile at most; maybe empty."""
@@ -65,14 +70,22 @@ class Rows(NamedTuple):
 
 class TileMask:
     """`refs` are arrays in the GPU's memory: a `RowMask`'s, or in a forward an `ExampleBand`'s; None for a static band.
-    A dense mask comes with `logits`."""
+    A dense mask comes with `logits`. A `RowMask` tells of `parts` of each tile of queries."""
 
     layout: Any = WGMMA
     """Of scores in registers."""
 
-    def __init__(self, problem: Problem, q_tile: int, kv_tile: int, refs: Any, logits: TileLogits | None = None):
+    def __init__(
+        self,
+        problem: Problem,
+        q_tile: int,
+        kv_tile: int,
+        refs: Any,
+        logits: TileLogits | None = None,
+        parts: int = 1,
+    ):
         self.problem, self.q_tile, self.kv_tile, self.refs = problem, q_tile, kv_tile, refs
-        self.logits = logits
+        self.logits, self.parts = logits, parts
         self.dense = logits is not None and logits.refs.dense is not None
         band = problem.mask.band
         self.low, self.high = (None, None) if band is None else (band.low, band.high)
@@ -102,8 +115,12 @@ class TileMask:
             first, full_last = self._interval(example, q_start)
             full_first, last = self._interval(example, jnp.minimum(q_start + size, self.problem.q_len) - 1)
         elif self.refs is not None:
-            tiles = self.refs.tiles.at[self._shared(self.refs.tiles, example), q_index]
-            first, last, full_first, full_last = (tiles[i] for i in range(4))
+            all_told, of_example = self.refs.tiles, self._shared(self.refs.tiles, example)
+            told = [all_told.at[of_example, q_index * self.parts + part] for part in range(self.parts)]
+            joins = jnp.minimum, jnp.maximum, jnp.maximum, jnp.minimum
+            first, last, full_first, full_last = (
+                functools.reduce(join, [part[i] for part in told]) for i, join in enumerate(joins)
+            )
         else:
             q_start = q_index * size
             first = full_first = jnp.int32(0)
@@ -179,7 +196,7 @@ class TileMask:
             return Rows(load(refs.start), load(refs.stop), None)
         are_intervals = None
         if self.layout is WGMMA and q_axis == 0:
-            tiles = refs.tiles.at[self._shared(refs.tiles, example), lax.div(q_start, self.q_tile)]
+            tiles = refs.tiles.at[self._shared(refs.tiles, example), lax.div(q_start, self.q_tile // self.parts)]
             are_intervals = tiles[4] != 0
         return Rows(load(refs.start), load(refs.stop), load(refs.query_segments), are_intervals)
 
@@ -302,7 +319,7 @@ def has_broken_rows(value: Any) -> Any:
     return whole.astype(jnp.float32).sum(axis=1).sum() != 0  # NaN differs from everything
 
 
-def mend_broken_rows(key: Any, value: Any) -> None:
+def mend_broken_rows(key: Any, value: Any, few_registers: bool = False) -> None:
     """Where a value has a NaN or inf: there 0, and in its key NaN.
 
     Whoever sees such a key then gets a score of NaN. Who does not would else get 0 * NaN from the hidden value.
@@ -310,7 +327,7 @@ def mend_broken_rows(key: Any, value: Any) -> None:
     # The less code the sooner it is compiled, which counts at large depths; at 128 a causal forward of 2,048 tokens was
     # 4 % slower with it on an H100, though it did not run.
     alike = _part_columns(key) == _part_columns(value) < value.shape[1]  # which plain rows have as one part
-    if not alike or max(key.shape[1], value.shape[1]) <= _MENDED_BY_ROWS:
+    if not alike or (max(key.shape[1], value.shape[1]) <= _MENDED_BY_ROWS and not few_registers):
         _mend_by_rows(key, value)
         return
 

@@ -42,12 +42,13 @@ CAUSAL = {"is_causal": True}
         (2, {"blocks": 132, "takes_turns": False, "out_by_values": True}),
         (2, {"held_columns": 128, "blocks": 132, "takes_turns": False, "own_spans": True, "last_keys_first": True}),
         (3, {}),
+        (3, {"kv_tile": 64}),
     ],
     ids=str,
 )
 def test_warpgroups_ask_for_no_more_registers_than_the_block_was_launched_with(compute_wgs, options):
     """A warpgroup that asks for more than is left of the launch's registers waits for ever."""
-    tiles = HopperForwardTiles(compute_wgs, 128, **options)
+    tiles = HopperForwardTiles(**{"compute_wgs": compute_wgs, "kv_tile": 128} | options)
     threads = (compute_wgs + 1) * WARPGROUP
     launched = min(REGISTERS // threads, 255) // 8 * 8
     wanted = compute_wgs * tiles.compute_registers + tiles.load_registers
@@ -430,7 +431,7 @@ def test_float16_rows_of_two_depths_hold_queries_in_registers(options):
     assert [tiles.held_columns for tiles in chosen] == [128, 128]
 
 
-def _forward_tiles(q_len, kv_len, depths, dtype, options):
+def _forward_tiles(q_len, kv_len, depths, dtype, options, batch=8):
     """By the table, and by the rule."""
 
     def choose(query, key, value):
@@ -441,7 +442,7 @@ def _forward_tiles(q_len, kv_len, depths, dtype, options):
 
     chosen: list[HopperForwardTiles] = []
     shapes = (q_len, depths[0]), (kv_len, depths[0]), (kv_len, depths[1])
-    jax.eval_shape(choose, *(jax.ShapeDtypeStruct((8, length, 16, depth), dtype) for length, depth in shapes))
+    jax.eval_shape(choose, *(jax.ShapeDtypeStruct((batch, length, 16, depth), dtype) for length, depth in shapes))
     return chosen
 
 
@@ -533,26 +534,47 @@ def test_values_have_a_slot_to_spare_where_that_is_faster(length, depth, options
     assert [(tiles.spare_values, tiles.value_stages) for tiles in chosen] == [(spare, 2 + spare)] * 2
 
 
+WINDOW = CAUSAL | {"local_window_size": (512, 0)}
+DOCUMENTS = {"segment_ids": np.zeros(4096, np.int32)}
+
+
 @pytest.mark.parametrize(
-    ("length", "depth", "options", "three"),
+    ("batch", "depths", "dtype", "options", "three"),
     [
-        *((4096, depth, CAUSAL, True) for depth in (72, 80, 96, 112)),
-        (2048, 80, CAUSAL, False),  # not timed, like those below
-        (4096, 80, {}, False),
-        (4096, 80, CAUSAL | {"local_window_size": (512, 0)}, False),
-        (4096, 80, CAUSAL | {"q_offset": 1}, False),
-        (4096, 80, CAUSAL | {"segment_ids": np.zeros((8, 4096), np.int32)}, False),
-        (4096, 64, CAUSAL, True),
-        (4096, 120, CAUSAL, False),
-        (4096, 128, CAUSAL, False),
+        *((8, (depth, depth), jnp.bfloat16, CAUSAL, True) for depth in (72, 80, 96, 112, 128)),
+        *((8, (depth, depth), jnp.bfloat16, WINDOW | DOCUMENTS, True) for depth in (32, 64, 80, 128)),
+        (8, (128, 128), jnp.bfloat16, CAUSAL | {"softcap": 30.0}, True),
+        (8, (128, 128), jnp.bfloat16, CAUSAL | {"q_offset": 1}, True),
+        (8, (128, 64), jnp.bfloat16, CAUSAL, True),
+        (8, (112, 128), jnp.bfloat16, CAUSAL, False),  # out would have no room
+        (8, (128, 128), jnp.float16, CAUSAL, False),
+        (8, (96, 96), jnp.float16, CAUSAL, True),
+        (8, (128, 128), jnp.bfloat16, {}, False),
+        (8, (96, 96), jnp.bfloat16, {}, True),
+        (8, (64, 64), jnp.bfloat16, WINDOW, True),
+        (8, (64, 64), jnp.bfloat16, CAUSAL | {"local_window_size": (2048, 0)}, False),
+        (8, (64, 64), jnp.bfloat16, CAUSAL, False),
+        (8, (64, 64), jnp.float16, DOCUMENTS, False),
+        (8, (128, 128), jnp.bfloat16, CAUSAL | {"bias": np.zeros((1, 1), np.float32)}, False),
+        (2, (128, 128), jnp.bfloat16, CAUSAL, False),  # few rounds of the blocks
+        (2, (96, 96), jnp.bfloat16, CAUSAL, True),
+        (2, (128, 128), jnp.bfloat16, WINDOW, True),
+        (2, (128, 128), jnp.bfloat16, DOCUMENTS, False),
+        (1, (128, 128), jnp.bfloat16, WINDOW, True),
     ],
     ids=str,
 )
-def test_three_warpgroups_share_narrow_rows_of_keys(length, depth, options, three):
-    for tiles in _forward_tiles(length, length, (depth, depth), jnp.bfloat16, options):
-        assert (tiles.compute_wgs == 3) is three
-        assert tiles.kv_tile == (64 if three and depth > 64 else 128)
-        assert tiles.smem_bytes(depth, depth) <= HOPPER_SMEM_BYTES
+def test_three_warpgroups_share_tiles_of_64_keys(batch, depths, dtype, options, three):
+    for tiles in _forward_tiles(4096, 4096, depths, dtype, options, batch):
+        assert tiles.takes_64_keys is three
+        assert tiles.own_spans == (three and bool(options)) or not tiles.takes_64_keys
+        assert tiles.smem_bytes(*depths) <= HOPPER_SMEM_BYTES
+
+
+def test_long_rows_are_shared_in_fewer_rounds():
+    for length, batch in ((8192, 1), (2048, 4)):
+        for tiles in _forward_tiles(length, length, (128, 128), jnp.bfloat16, CAUSAL, batch):
+            assert tiles.takes_64_keys is (length == 8192)
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ def test_kinds_of_masks(options, kind, user_file):
         ({"length": 2047}, 2, False),
         ({"length": 1920}, 1, False),  # 15 tiles of queries
         ({"is_causal": True}, 1, True),
-        ({"is_causal": True, "segment_ids": np.zeros(2048, int)}, 1, False),
-        ({"key_value_seq_lengths": np.full(8, 3)}, 1, False),
+        ({"is_causal": True, "segment_ids": np.zeros(2048, int)}, 1, True),
+        ({"key_value_seq_lengths": np.full(8, 3)}, 1, True),
         ({"bias": np.zeros((1, 1), np.float32)}, 1, False),
     ],
     ids=str,

@@ -86,6 +86,41 @@ def test_a_mask_of_arrays_is_dealt_from_most_keys_on(name, group, monkeypatch):
             assert (np.diff(key_tiles[own]) <= 0).all()
 
 
+@pytest.mark.parametrize("name", ROW_MASKS)
+def test_a_part_of_a_tile_of_queries_has_keys_of_its_own_among_those_of_the_tile(name):
+    query = jnp.zeros((2, 768, 3, 128), jnp.bfloat16)
+    inputs, aux, options, _ = api._prepare(query, query, query, **ROW_MASKS[name])
+    problem = options.problem(inputs, aux)
+    tiles = HopperForwardTiles(3, 64, takes_turns=False, own_spans=True)
+
+    def told(parts):
+        row_mask = RowMask.of(problem, aux.mask, tiles.q_tile, tiles.kv_tile, parts)
+        assert row_mask is not None
+        return row_mask, types.SimpleNamespace(
+            tiles=types.SimpleNamespace(at=row_mask.tiles, shape=row_mask.tiles.shape)
+        )
+
+    _, of_tile = told(1)
+    row_mask, of_parts = told(tiles.mask_parts)
+    whole, by_parts = (
+        TileMask(problem, tiles.q_tile, tiles.kv_tile, refs, parts=parts)
+        for refs, parts in ((of_tile, 1), (of_parts, 3))
+    )
+    own = TileMask(problem, 64, tiles.kv_tile, of_parts)
+    for example in range(row_mask.start.shape[0]):
+        for q_index in range(768 // tiles.q_tile):
+            block = by_parts.key_span(example, q_index)
+            assert [int(x) for x in block] == [int(x) for x in whole.key_span(example, q_index)]
+            for part in range(3 * q_index, 3 * q_index + 3):
+                span = own.key_span(example, part).within(block)
+                rows = slice(64 * part, 64 * part + 64)
+                start, stop = (np.asarray(x[example, rows]) for x in (row_mask.start, row_mask.stop))
+                assert block.first <= span.first < span.last <= block.last
+                sees = start < stop
+                assert (start[sees] >= 64 * span.first).all()
+                assert (stop[sees] <= 64 * span.last).all()
+
+
 @pytest.mark.parametrize("kv_len", [768, 900])
 @pytest.mark.parametrize(
     ("tiles", "bands"),
