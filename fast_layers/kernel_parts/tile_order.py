@@ -58,15 +58,16 @@ def deal(durations: Iterable[float], blocks: int) -> np.ndarray:
     return schedule_of(_deal(enumerate(durations), blocks)[0])
 
 
-def deal_by_groups(durations: np.ndarray, blocks: int, pieces: int) -> np.ndarray:
+def deal_by_groups(durations: Iterable[float], blocks: int, pieces: int) -> np.ndarray:
     """As `deal`, of groups of so many `pieces`, each from its longest on. Where the last group is too small for blocks
     to end together, it is one with that before it, from their longest piece on."""
-    apart, latest = _deal(enumerate(durations), blocks)
-    first = len(durations) - 2 * pieces
+    times = [float(duration) for duration in durations]
+    apart, latest = _deal(enumerate(times), blocks)
+    first = len(times) - 2 * pieces
     if first < 0:
         return schedule_of(apart)
-    order = [*range(first), *(first + np.argsort(-durations[first:], kind="stable")).tolist()]
-    joined, sooner = _deal(((i, durations[i]) for i in order), blocks)
+    order = [*range(first), *sorted(range(first, len(times)), key=lambda i: -times[i])]
+    joined, sooner = _deal(((i, times[i]) for i in order), blocks)
     return schedule_of(joined if (1 + _LEAST_GAIN) * sooner <= latest else apart)
 
 
