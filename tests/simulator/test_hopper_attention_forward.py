@@ -143,6 +143,14 @@ SPANS = {
         square(460, heads=2, kv_heads=1, is_causal=True, documents=(70, 30, 220, 140)),
         dataclasses.replace(OWN_SPANS, compute_wgs=3, stages=3, q_slots=2),
     ),
+    "three warpgroups, values of 64": (
+        square(330, heads=2, kv_heads=2, qk_dim=128, is_causal=True),
+        dataclasses.replace(OWN_SPANS, compute_wgs=3, stages=4, q_slots=2, last_keys_first=True),
+    ),
+    "three warpgroups, packed heads": (
+        Case(batch=1, q_len=80, kv_len=300, heads=8, kv_heads=1, is_causal=True, q_offset=220),
+        dataclasses.replace(OWN_SPANS, compute_wgs=3, stages=3, q_slots=2),
+    ),
     "documents and rows that see nothing": (
         square(330, heads=2, kv_heads=1, documents=(100, 150), poisoned_padding=True),
         OWN_SPANS,
