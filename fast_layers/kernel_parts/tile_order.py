@@ -91,13 +91,14 @@ def schedule_of(taken: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
 
 
 def deal_in_turns(groups: int, pieces: int, blocks: int) -> np.ndarray:
-    """As `deal`, where all groups have so many `pieces` of falling size: forwards and backwards alternately.
+    """As `deal`, where all groups have so many `pieces` of falling size: forwards and backwards alternately, and
+    backwards what is left for some blocks, since those that began with the longest have the most.
 
-    Each group begins with the block after the last one's end.
+    Each group begins as many blocks after the one before as it has pieces.
     """
     within = np.arange(pieces)
     turn, place = within // blocks, within % blocks
-    place = np.where(turn % 2 == 0, place, blocks - 1 - place)
+    place = np.where((turn % 2 == 0) & (turn < pieces // blocks), place, blocks - 1 - place)
     block = np.concatenate([(place + group * pieces) % blocks for group in range(groups)])
     return schedule_of([np.flatnonzero(block == b) for b in range(blocks)])
 

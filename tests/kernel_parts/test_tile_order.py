@@ -146,6 +146,14 @@ def test_turns_of_groups_take_each_piece_once_and_evenly(groups, pieces, blocks)
     assert max(busy) - min(busy) <= groups * pieces
 
 
+def test_what_is_left_for_some_blocks_goes_to_those_that_began_with_the_shortest():
+    """Of documents, whose tiles of queries see as many keys in each: blocks end together but for one piece."""
+    shares = [row[1 : row[0] + 1].tolist() for row in deal_in_turns(1, 10, 4)]
+    assert shares == [[0, 7], [1, 6], [2, 5, 9], [3, 4, 8]]
+    sizes = np.array([9, 9, 5, 5, 4, 4, 2, 2, 1, 1])
+    assert [sizes[share].sum() for share in shares] == [11, 11, 10, 10]
+
+
 def test_a_snake_evens_out_pieces_of_falling_size():
     blocks, rounds = 4, 6
     sizes = np.arange(blocks * rounds, 0, -1)
