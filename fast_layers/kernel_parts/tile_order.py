@@ -64,7 +64,7 @@ def deal_by_groups(durations: Iterable[float], blocks: int, pieces: int) -> np.n
     times = [float(duration) for duration in durations]
     apart, latest = _deal(enumerate(times), blocks)
     first = len(times) - 2 * pieces
-    if first < 0:
+    if first < 0 or latest <= (1 + _LEAST_GAIN) * sum(times) / blocks:  # none is sooner than the mean
         return schedule_of(apart)
     order = [*range(first), *sorted(range(first, len(times)), key=lambda i: -times[i])]
     joined, sooner = _deal(((i, times[i]) for i in order), blocks)

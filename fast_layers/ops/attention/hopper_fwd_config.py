@@ -60,7 +60,7 @@ def _is_windowed(problem: Problem) -> bool:
     return band is not None and band.low is not None
 
 
-def _takes_64_keys(problem: Problem) -> bool:
+def _gains_by_64_keys(problem: Problem) -> bool:
     """Of many rows at depths up to 128: whether it pays if three warpgroups share tiles of 64 keys, each with spans of
     its own. Timed in bfloat16: in float16 sums are rescaled, which takes 3 % more with 64 keys. What is given for each
     score, and the keep decisions of dropout, have no registers there."""
@@ -166,7 +166,7 @@ class HopperForwardTiles:
 
     @property
     def takes_64_keys(self) -> bool:
-        """Whether three warpgroups share tiles of so many, as `_takes_64_keys` has it."""
+        """Whether three warpgroups share tiles of so many; `_gains_by_64_keys` says where."""
         return self.compute_wgs == 3 and self.kv_tile == 64
 
     @property
@@ -230,7 +230,7 @@ class HopperForwardTiles:
             return cls._of_few_rows(p)
         another_order = measured is not None and measured.last_keys_first and not measured.one_ragged_tile(p)
         another_way_out = measured is not None and measured.out_by_values and not _out_by_values_pays(p)
-        another_share = measured is not None and measured.takes_64_keys and not _takes_64_keys(p)
+        another_share = measured is not None and measured.takes_64_keys and not _gains_by_64_keys(p)
         if measured is None or another_order or another_way_out or another_share:
             measured = cls._of_many_rows(p)  # what was measured is the fastest in that order and way alone
         tiles = measured.for_mask(p)
@@ -317,7 +317,7 @@ class HopperForwardTiles:
     @classmethod
     def _of_depth_64(cls, p: Problem) -> HopperForwardTiles:
         longest, known = max(p.q_len, p.kv_len), _is_causal(p) and known_before_the_call(p)
-        if _takes_64_keys(p):
+        if _gains_by_64_keys(p):
             return cls(3, 64, 6, 2, HOPPER_SMS, takes_turns=False, own_spans=True)
         orders = {"takes_turns": False, "own_spans": True, "last_keys_first": True, "keys_before_wait": 64}
         own = cls(3, 128, 3, 2, HOPPER_SMS, **orders)
@@ -340,7 +340,7 @@ class HopperForwardTiles:
         if p.dropout_rate:
             return cls(2, 64, stages=4)  # the keep decisions' registers do not fit beside 128 scores a row
         own = cls(3, 64, 4, 2, HOPPER_SMS, takes_turns=False, own_spans=True, last_keys_first=True)
-        if _takes_64_keys(p) and own._fits(p):
+        if _gains_by_64_keys(p) and own._fits(p):
             return own
         if sees_all(p):
             return cls(2, 128, q_slots=2, blocks=HOPPER_SMS, takes_turns=False, cluster=2)
