@@ -12,9 +12,6 @@ from jax import lax
 
 # Half of an H100's or H200's 50 MB, since the two halves of the cache hold copies of what both read.
 L2_BUDGET_BYTES = 24 << 20
-_LEAST_GAIN = 0.015
-"""By which blocks end sooner, for two groups to be one, since what they read has no room in L2. With more than two the
-forward was timed to be up to 27 % slower: bench/NOTES.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,31 +52,13 @@ def deal(durations: Iterable[float], blocks: int) -> np.ndarray:
 
     Each piece goes to the block that is free first, as the hardware's scheduler has it with a block for each piece.
     """
-    return schedule_of(_deal(enumerate(durations), blocks)[0])
-
-
-def deal_by_groups(durations: Iterable[float], blocks: int, pieces: int) -> np.ndarray:
-    """As `deal`, of groups of so many `pieces`, each from its longest on. Where the last group is too small for blocks
-    to end together, it is one with that before it, from their longest piece on."""
-    times = [float(duration) for duration in durations]
-    apart, latest = _deal(enumerate(times), blocks)
-    first = len(times) - 2 * pieces
-    if first < 0 or latest <= (1 + _LEAST_GAIN) * sum(times) / blocks:  # none is sooner than the mean
-        return schedule_of(apart)
-    order = [*range(first), *sorted(range(first, len(times)), key=lambda i: -times[i])]
-    joined, sooner = _deal(((i, times[i]) for i in order), blocks)
-    return schedule_of(joined if (1 + _LEAST_GAIN) * sooner <= latest else apart)
-
-
-def _deal(pieces: Iterable[tuple[int, float]], blocks: int) -> tuple[list[list[int]], float]:
-    """Which of the `pieces`, of the given durations, each block takes; when the last one ends."""
     taken: list[list[int]] = [[] for _ in range(blocks)]
     free = [(0.0, block) for block in range(blocks)]
-    for piece, duration in pieces:
+    for piece, duration in enumerate(durations):
         since, block = free[0]
         taken[block].append(piece)
         heapq.heapreplace(free, (since + float(duration), block))
-    return taken, max(free)[0]
+    return schedule_of(taken)
 
 
 def schedule_of(taken: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
@@ -88,19 +67,6 @@ def schedule_of(taken: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
     for row, pieces in zip(schedule, taken, strict=True):
         row[: len(pieces) + 1] = len(pieces), *pieces
     return schedule
-
-
-def deal_in_turns(groups: int, pieces: int, blocks: int) -> np.ndarray:
-    """As `deal`, where all groups have so many `pieces` of falling size: forwards and backwards alternately, and
-    backwards what is left for some blocks, since those that began with the longest have the most.
-
-    Each group begins as many blocks after the one before as it has pieces.
-    """
-    within = np.arange(pieces)
-    turn, place = within // blocks, within % blocks
-    place = np.where((turn % 2 == 0) & (turn < pieces // blocks), place, blocks - 1 - place)
-    block = np.concatenate([(place + group * pieces) % blocks for group in range(groups)])
-    return schedule_of([np.flatnonzero(block == b) for b in range(blocks)])
 
 
 def each_dealt(schedule: Any, block: Any, role: Callable[[Any, Any, Any], Any], state: Any) -> Any:

@@ -12,8 +12,6 @@ from fast_layers.kernel_parts.tile_order import (
     L2_BUDGET_BYTES,
     TileOrder,
     deal,
-    deal_by_groups,
-    deal_in_turns,
     each_dealt,
     snake,
     turns,
@@ -95,63 +93,12 @@ def test_a_deal_gives_each_piece_once_to_who_is_free_first(durations, blocks):
     assert longest <= sum(durations) / blocks + max(durations) + 1e-6
 
 
-@hypothesis.given(st.integers(1, 9), st.integers(1, 20), st.integers(1, 12), st.integers(0, 9))
-def test_the_last_groups_are_joined_where_blocks_end_sooner_by_it(groups, pieces, blocks, least):
-    """Of groups whose pieces become shorter."""
-    durations = np.tile(np.arange(pieces, 0, -1) + least, groups)
-    schedule = deal_by_groups(durations, blocks, pieces)
-    shares = [row[1 : row[0] + 1] for row in schedule]
-    assert sorted(np.concatenate(shares)) == list(range(len(durations)))
-
-    def latest(schedule):
-        return max(durations[row[1 : row[0] + 1]].sum() for row in schedule)
-
-    apart = deal(durations, blocks)
-    assert latest(schedule) <= latest(apart)
-    if not np.array_equal(schedule, apart):
-        assert 1.015 * latest(schedule) <= latest(apart) + 1e-6
-    first_joined = (groups - 2) * pieces
-    assert all((np.diff(np.minimum(share, first_joined)) >= 0).all() for share in shares)
-
-
-def test_the_last_two_of_three_groups_are_joined():
-    """Each of a long piece and a short one."""
-    durations = np.array([5, 1] * 3)
-    apart, joined = (
-        [row[1 : row[0] + 1] for row in schedule] for schedule in (deal(durations, 3), deal_by_groups(durations, 3, 2))
-    )
-    assert sorted(durations[share].sum() for share in apart) == [5, 6, 7]
-    assert [durations[share].sum() for share in joined] == [6, 6, 6]
-    assert all(set(share) & {0, 1, 2} for share in joined)  # the first group's come first
-
-
 def test_a_block_goes_through_what_it_was_dealt():
     schedule = deal([3.0, 1.0, 1.0, 5.0], 3)
     for block, (count, *pieces) in enumerate(schedule.tolist()):
         nothing = jnp.full(3, -1, jnp.int32)
         taken = each_dealt(jnp.asarray(schedule), block, lambda turn, piece, taken: taken.at[turn].set(piece), nothing)
         assert taken.tolist() == pieces[:count] + [-1] * (3 - count)
-
-
-@hypothesis.given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 12))
-def test_turns_of_groups_take_each_piece_once_and_evenly(groups, pieces, blocks):
-    schedule = deal_in_turns(groups, pieces, blocks)
-    shares = [row[1 : row[0] + 1] for row in schedule]
-    assert sorted(np.concatenate(shares)) == list(range(groups * pieces))
-    assert all((np.diff(share) > 0).all() for share in shares)
-    assert not any(row[row[0] + 1 :].any() for row in schedule)
-    assert schedule.shape[1] == max(map(len, shares)) + 2
-    sizes = pieces - np.arange(groups * pieces) % pieces
-    busy = [sizes[share].sum() for share in shares]
-    assert max(busy) - min(busy) <= groups * pieces
-
-
-def test_what_is_left_for_some_blocks_goes_to_those_that_began_with_the_shortest():
-    """Of documents, whose tiles of queries see as many keys in each: blocks end together but for one piece."""
-    shares = [row[1 : row[0] + 1].tolist() for row in deal_in_turns(1, 10, 4)]
-    assert shares == [[0, 7], [1, 6], [2, 5, 9], [3, 4, 8]]
-    sizes = np.array([9, 9, 5, 5, 4, 4, 2, 2, 1, 1])
-    assert [sizes[share].sum() for share in shares] == [11, 11, 10, 10]
 
 
 def test_a_snake_evens_out_pieces_of_falling_size():

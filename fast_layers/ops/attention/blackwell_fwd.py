@@ -198,7 +198,7 @@ def _launch(tiles: BlackwellForwardTiles, group: int, p: Problem, operands: Oper
         steps,
     ):
         del turn, steps
-        example, head, q_index, out_index, span = piece
+        example, head, q_index, out_index, span, _ = piece
         q_start = q_index * tiles.q_tile + tile * ROWS
         rows = mask.rows(example, q_start, ROWS, 0)
         scores_ref, weights_ref = s.scores_or_weights[tile]

@@ -18,10 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from fast_layers.kernel_parts import piece_queue
 from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.kernel_parts.over_batch import over_batch
-from fast_layers.kernel_parts.tile_order import TileOrder, deal_by_groups, deal_in_turns, snake, turns
+from fast_layers.kernel_parts.tile_order import TileOrder, deal, snake, turns
 from fast_layers.ops.attention import packed_heads, split_kv
 from fast_layers.ops.attention.config import PART_COLUMNS, packs_heads
 from fast_layers.ops.attention.kernel_operands import (
@@ -122,6 +123,8 @@ class Piece(NamedTuple):
     q_index: Any
     out_index: Any
     span: Span
+    index: Any
+    """Among all pieces."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,27 +210,32 @@ class Work:
         example, head = lax.div(head, p.heads), lax.rem(head, p.heads)
         span = mask.key_span(example, q_index)
         if splits == 1:
-            return Piece(example, head, q_index, example, span)
-        return Piece(example, head, q_index, example * splits + split, span.part(split, splits))
+            return Piece(example, head, q_index, example, span, index)
+        return Piece(example, head, q_index, example * splits + split, span.part(split, splits), index)
 
     @property
     def is_persistent(self) -> bool:
         return self.blocks < self.order.total
 
     def schedule(self) -> np.ndarray:
-        """For the blocks of a persistent grid, as `deal_by_groups` gives it."""
-        return deal_by_groups(self.key_tiles() + _PIECE_COST, self.blocks, self.order.group * self.order.tiles)
+        """For the blocks of a persistent grid, as `deal` gives it."""
+        return deal(self.key_tiles() + _PIECE_COST, self.blocks)
 
-    def schedule_by(self, mask: RowMask) -> Int[Array, "blocks turns"]:
-        """As `schedule`, for a mask that is not known before the call.
+    def queue(self, mask: RowMask | None, marks: int) -> Int[Array, " places"]:
+        """For the blocks of a persistent grid, as `piece_queue.fill` gives it; with a `mask` not known before the call.
 
-        Of a group of heads, each takes its tiles of queries from that with the most keys on; blocks take them in turns,
-        forwards and backwards.
+        Of a group of heads, each takes its tiles of queries from that with the most keys on.
         """
         p, order = self.problem, self.order
-        dealt = deal_in_turns(order.heads // order.group, order.group * order.tiles, self.blocks)
-        within = dealt % (order.group * order.tiles)
-        rank, example = within // order.group, (dealt - within) // order.tiles + within % order.group
+        piece = np.arange(order.total)
+        if mask is None:
+            return jnp.asarray(piece_queue.fill(piece, self.blocks, marks))
+        within = piece % (order.group * order.tiles)
+        rank, example = within // order.group, (piece - within) // order.tiles + within % order.group
+        rest = piece_queue.fill(piece - order.group * rank, self.blocks, marks)
+        rank, example = (
+            np.pad(x, (0, len(rest) - len(piece)), constant_values=y) for x, y in ((rank, -1), (example, 0))
+        )
         example = example // p.heads
         keys, size = p.kv_len, self.tiles.kv_tile
         # Not by `mask.tiles`, which would be put together again here. Unsigned, quotients are shifts, which XLA fuses.
@@ -240,12 +248,7 @@ class Work:
         falling = tiles * order.tiles - index
         ranks = (falling[:, None, :] > falling[:, :, None]).sum(-1, dtype=jnp.int32)
         ranks = ranks[0] if ranks.shape[0] == 1 else ranks[example]
-        is_piece = np.arange(dealt.shape[1]) > 0
-        wanted, rest = (
-            jnp.asarray(np.where(is_piece, x, y))[..., None]
-            for x, y in ((rank, -1), (dealt - order.group * rank, dealt))
-        )
-        found = jnp.where(ranks == wanted, order.group * index, 0) + jnp.where(place == 0, rest, 0)
+        found = jnp.where(ranks == rank[:, None], order.group * index, 0) + jnp.where(place == 0, rest[:, None], 0)
         return found.sum(-1, dtype=jnp.int32)
 
     def tile_at(self, span: Span, i: Any) -> Any:
@@ -273,11 +276,13 @@ class Work:
         role: Callable[..., Any],
         without_keys: Callable[[Piece], Any] = lambda _: None,
         schedule: Any = None,
+        walk: Callable[..., Any] | None = None,
         turn: Any = 0,
         steps: Any = 0,
         state: tuple[Any, ...] = (),
     ) -> tuple[Any, ...]:
-        """`role(piece, turn, steps, *state)` for all of the block's pieces; a `schedule` lies in the GPU's memory.
+        """`role(piece, turn, steps, *state)` for all of the block's pieces; a `schedule` lies in the GPU's memory. Or a
+        `walk` goes through them, as a method of `PieceQueue`.
 
         `turn` and `steps` count the pieces and the key tiles before each, from what is given. Returns those after all,
         and the `state` of which a role that has some gives the next.
@@ -298,6 +303,9 @@ class Work:
             return following, *take(i, index, carry)
 
         carry = steps, *state
+        if walk is not None:
+            count, carry = walk(block, take, carry)
+            return turn + count, *carry
         if self.is_persistent and schedule is not None:
             count = schedule[block, 0]
             _, *carry = lax.fori_loop(0, count, scheduled, (schedule[block, 1], *carry))

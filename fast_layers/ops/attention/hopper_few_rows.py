@@ -128,7 +128,7 @@ def _launch(tiles: HopperFewRowsTiles, group: int, p: Problem, operands: Operand
         block = lax.axis_index("block")
         example, head = lax.div(block, p.heads), lax.rem(block, p.heads)
         span = mask.key_span(example, 0).part(lax.axis_index("rank"), splits)
-        return Piece(example, head, 0, example, span)
+        return Piece(example, head, 0, example, span, block)
 
     def compute(mask: TileMask, logits: TileLogits, inputs: Any, s: Scratch, out_ref, lse_ref, piece: Piece, *_):
         span, rows = piece.span, mask.rows(piece.example, 0, columns, 1)

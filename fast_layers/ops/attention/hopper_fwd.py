@@ -46,16 +46,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fast_layers.kernel_parts import piece_queue
 from fast_layers.kernel_parts.first_maximum_softmax import FirstMaximumSoftmax, failed
 from fast_layers.kernel_parts.lane_softmax import LaneSoftmax
 from fast_layers.kernel_parts.online_softmax import OnlineSoftmax
+from fast_layers.kernel_parts.piece_queue import PieceQueue
 from fast_layers.kernel_parts.smem_tile import smem_tile
 from fast_layers.ops.attention import forward_parts, hopper_fwd_out, hopper_fwd_sizes, tuned
 from fast_layers.ops.attention.config import dealt_in_the_call, packs_heads, sees_all
 from fast_layers.ops.attention.forward_parts import Operands, Piece, Work, join_sink, load, see_nothing
 from fast_layers.ops.attention.hopper_call import ROWS
 from fast_layers.ops.attention.hopper_fwd_again import load_again, over_keys_again
-from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles
+from fast_layers.ops.attention.hopper_fwd_config import HopperForwardTiles, gains_by_a_queue
 from fast_layers.ops.attention.hopper_fwd_scores import dropped, log2_logits
 from fast_layers.ops.attention.hopper_fwd_sizes import Measure
 from fast_layers.ops.attention.kernel_operands import RowMask
@@ -120,6 +122,9 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
     lookers = wgs if tiles.own_spans or tiles.first_maximum else 1
     # Measured: with a mask, or at depths over 128, ptxas makes less of the rest; see bench/NOTES.md.
     sums_in_lanes = max(qk_dim, v_dim) <= (64 if backwards else 128 if sees_all(p) else 0)
+    row_mask = operands.mask if isinstance(operands.mask, RowMask) and dealt_in_the_call(p) else None
+    takes_pieces = work.is_persistent and (row_mask is not None or gains_by_a_queue(p))
+    marks = lookers * (2 if tiles.first_maximum else 1)
     tree = jax.tree.structure(operands)
 
     def attention_forward(*refs, **scratch):
@@ -129,8 +134,16 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         logits = TileLogits(p, inputs.logits)
         mask = TileMask(p, tiles.q_tile, kv_tile, inputs.mask, logits, tiles.mask_parts)
         own_mask = TileMask(p, ROWS, kv_tile, inputs.mask, logits) if tiles.own_spans else None
-        s = _Scratch(**{"out_slots": None, "loose_query": None, **scratch})
-        each_piece = functools.partial(work.each_piece, mask, schedule=schedule_ref[0] if schedule_ref else None)
+        s = _Scratch(**{"out_slots": None, "loose_query": None, "piece_told": None, "piece_heard": None, **scratch})
+        schedule, queue = schedule_ref[0] if schedule_ref else None, None
+        if takes_pieces:
+            sizes = work.order.total, work.blocks, marks
+            queue = PieceQueue(schedule, *sizes, s.row_slots.at[wgs + lookers], s.piece_told, s.piece_heard)
+
+        def each_piece(role, way, **options):
+            """`way`: by which of a queue's methods, if there is one."""
+            walk = None if queue is None else functools.partial(way, queue)
+            return work.each_piece(mask, role, schedule=schedule, walk=walk, **options)
 
         def if_broken(role):
             """`role(0, lost)` where some row is `_BROKEN` or `_LOST`, after `judge`. All roles ask."""
@@ -151,7 +164,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 role, state = functools.partial(hopper_fwd_out.load, work, inputs, s, out_ref), hopper_fwd_out.nothing()
             elif measure is not None:
                 state = measure.nothing
-            turn, steps, *state = each_piece(role, state=state)
+            turn, steps, *state = each_piece(role, PieceQueue.take, state=state)
             if by_values:
                 hopper_fwd_out.send(work, s, out_ref, steps, *state)
             elif measure is not None:
@@ -161,7 +174,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 def load_all_again(zero, _):
                     if by_values:
                         plgpu.wait_smem_to_gmem(0)  # before the second pass stores out anew
-                    each_piece(functools.partial(load_again, work, mask, inputs, s), turn=turn, steps=zero)
+                    role = functools.partial(load_again, work, mask, inputs, s)
+                    each_piece(role, PieceQueue.again, turn=turn, steps=zero)
 
                 if_broken(load_all_again)
             if tiles.cluster > 1:
@@ -182,9 +196,12 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
 
             def compute_all(again, turn, zero):
                 own = warpgroup + jnp.minimum(zero, 0)
-                role = functools.partial(compute, mask, own_mask, logits, inputs, s, out_ref, lse_ref, own, again)
+                role = functools.partial(
+                    compute, mask, own_mask, logits, inputs, s, out_ref, lse_ref, queue, own, again
+                )
                 without_keys = functools.partial(leave_nothing, s, lse_ref, warpgroup)
-                return each_piece(role, without_keys=without_keys, turn=turn, steps=zero)
+                way = PieceQueue.follow if again is None else PieceQueue.again
+                return each_piece(role, way, without_keys=without_keys, turn=turn, steps=zero)
 
             turn, _ = compute_all(again=None, turn=0, zero=0)
             if judges(mask):
@@ -193,7 +210,11 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                     # The first pass may still be storing what the second stores anew.
                     plgpu.wait_smem_to_gmem(0)
                     in_lanes = tiles.first_maximum or sums_in_lanes
-                    again = functools.partial(over_keys_again, work, mask, logits, s, lost, in_lanes)
+
+                    def is_lost(piece):
+                        return lost if queue is None else queue.is_marked(piece.index, range(lookers, marks))
+
+                    again = functools.partial(over_keys_again, work, mask, logits, s, is_lost, in_lanes)
                     compute_all(again, turn=turn, zero=zero)
 
                 plgpu.barrier_arrive(s.looked)
@@ -235,6 +256,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         s: _Scratch,
         out_ref,
         lse_ref,
+        queue: PieceQueue | None,
         warpgroup,
         again,
         piece: Piece,
@@ -242,7 +264,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         steps,
     ):
         """`again`: what the second pass does instead of `over_keys_once`, None in the first."""
-        example, head, q_index, out_index, block_span = piece
+        example, head, q_index, out_index, block_span, _ = piece
         q_slot = lax.rem(turn, tiles.q_slots) * wgs + warpgroup
         q_start = q_index * tiles.q_tile + warpgroup * ROWS
         query = s.q_slots.at[q_slot]
@@ -324,6 +346,10 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
                 if tiles.first_maximum:
                     lost = failed(row_sum, unfinished, mask.sees_keys(rows, q_start, ROWS))
                     found = jnp.where(lost, _LOST, found)
+                if queue is not None:
+                    queue.mark(turn, warpgroup, found)
+                    if tiles.first_maximum:
+                        queue.mark(turn, lookers + warpgroup, found - _BROKEN)
                 slot = s.row_slots.at[wgs + warpgroup]
                 slot[...] = jnp.maximum(plgpu.load(slot, layout=BY_ROW), found)
 
@@ -474,7 +500,7 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "v_slots": smem_tile(v_ring, kv_tile, v_dim, dtype=p.dtype),
         **({} if shares_slot or by_values else {"out_slots": smem_tile(wgs, ROWS, v_dim, dtype=work.out_dtype)}),
         **({"loose_query": plgpu.SMEM((ROWS, qk_dim), p.dtype)} if loose_group else {}),
-        "row_slots": plgpu.SMEM((wgs + lookers, ROWS), jnp.float32),
+        "row_slots": plgpu.SMEM((wgs + lookers + takes_pieces, ROWS), jnp.float32),
         "q_ready": plgpu.Barrier(num_arrivals=q_copies, num_barriers=tiles.q_slots * wgs),
         "q_consumed": plgpu.Barrier(num_barriers=tiles.q_slots * wgs),
         "k_ready": plgpu.Barrier(num_barriers=ring),
@@ -487,12 +513,13 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         "looked": plgpu.Barrier(num_arrivals=wgs),
         "judged": plgpu.Barrier(),
         "turn": plgpu.Barrier(num_barriers=wgs),
+        **(piece_queue.barriers(wgs) if takes_pieces else {}),
         "values_left": plgpu.Barrier(num_arrivals=wgs),
         "out_ready": plgpu.Barrier(num_arrivals=wgs),
     }
     schedule = []
-    if work.is_persistent and isinstance(operands.mask, RowMask) and dealt_in_the_call(p):
-        schedule = [work.schedule_by(operands.mask)]
+    if takes_pieces:
+        schedule = [jax.new_ref(work.queue(row_mask, marks))]
     elif work.is_persistent:
         schedule = [jnp.asarray(work.schedule())]
     sizes_type = [jax.ShapeDtypeStruct(hopper_fwd_sizes.shape(p), p.dtype)] if measures else []
@@ -519,7 +546,8 @@ class _Scratch(NamedTuple):
     out_slots: Any
     loose_query: Any
     row_slots: Any
-    """A row of lse for each compute warpgroup; then, for each that looks, which rows are `_BROKEN` or `_LOST`."""
+    """A row of lse for each compute warpgroup; then, for each that looks, which rows are `_BROKEN` or `_LOST`; then
+    the numbers of pieces taken from a queue."""
     q_ready: Any
     q_consumed: Any
     k_ready: Any
@@ -532,5 +560,7 @@ class _Scratch(NamedTuple):
     looked: Any
     judged: Any
     turn: Any
+    piece_told: Any
+    piece_heard: Any
     values_left: Any
     out_ready: Any

@@ -6,13 +6,15 @@
     K(j), V(j) -> kv_arrived, mended -> again_ready    out = out * rescale + P(j) V(j)
                   waits again_freed                    frees again_freed
 
-One tile of keys is on its way at a time, in the first slot. Broken values are mended. If weights left the range of
-floats, maxima are those of all keys seen so far; else all is computed in the order of the first pass, and rows that see
-nothing broken get the same bits.
+Pieces from a queue are done again one by one, as each needs it: which a block has may differ from run to run, and bits
+must not. One tile of keys is on its way at a time, in the first slot. Broken values are mended. If weights left the
+range of floats, maxima are those of all keys seen so far; else all is computed in the order of the first pass, and rows
+that see nothing broken get the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -55,7 +57,7 @@ def over_keys_again(
     mask: TileMask,
     logits: TileLogits,
     s: Any,
-    lost: Any,
+    is_lost: Callable[[Piece], Any],
     in_lanes: bool,
     piece: Piece,
     span: Span,
@@ -68,7 +70,7 @@ def over_keys_again(
 ) -> tuple[OnlineSoftmax, Any]:
     """(state, sums [ROWS, V]) of a warpgroup's rows, which see `span`; `out` is their accumulator.
 
-    `lost`: whether weights left the range of floats; `in_lanes`: whether the first pass kept rows' sums in lanes.
+    `is_lost`: whether weights left the range of floats; `in_lanes`: whether the first pass kept rows' sums in lanes.
     """
     p, tiles, v_dim = work.problem, work.tiles, out.shape[1]
     kv_tile, held = tiles.kv_tile, tiles.held_columns
@@ -107,6 +109,7 @@ def over_keys_again(
         plgpu.barrier_arrive(s.again_freed)
         return state
 
+    lost: Any = is_lost(piece) if tiles.first_maximum else None
     start = LaneSoftmax.start(ROWS) if in_lanes else OnlineSoftmax.start(ROWS, mask.layout.reduce(1))
     if tiles.first_maximum:
         start = lax.cond(lost, lambda x: x, lambda x: x._replace(row_max_log2=jnp.zeros_like(x.row_max_log2)), start)

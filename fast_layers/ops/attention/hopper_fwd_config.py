@@ -38,6 +38,7 @@ _LONG_ROWS = {True: 4096, False: 8192}
 """By whether tiles are narrow, of which TMA takes as long for each row as for a wide one. From so many on, and within
 windows, the larger tiles of three warpgroups need fewer rounds of all blocks than `_ROUNDS`."""
 _FEW_ROUNDS, _ROUNDS = 2, 8
+_LEAST_QUEUED_ROWS = 1024
 _WIDEST_WINDOW = 1152
 """Keys that 128 queries see, for which three warpgroups were timed at depth 64."""
 
@@ -76,6 +77,14 @@ def _gains_by_64_keys(problem: Problem) -> bool:
         return False
     rounds = _FEW_ROUNDS if known and (long or _is_windowed(p)) else _ROUNDS
     return p.batch * p.heads * -(-p.q_len // (3 * 64)) >= rounds * HOPPER_SMS
+
+
+def gains_by_a_queue(problem: Problem) -> bool:
+    """Whether the blocks of a persistent grid end sooner if each takes a piece when it is free, though it is known when
+    tracing which are long: timed under causal masks. To put the queue together takes a kernel before this one."""
+    p = problem
+    long = max(p.q_len, p.kv_len) >= _LEAST_QUEUED_ROWS and max(p.qk_dim, p.v_dim) <= 128
+    return long and _is_causal(p) and not _is_windowed(p) and known_before_the_call(p)
 
 
 def _is_persistent(problem: Problem) -> bool:
