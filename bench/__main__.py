@@ -1,12 +1,12 @@
-"""`python -m bench attention [options]`, and `compiled`, `decode`, `host_cost`, `mamba2`, `memory`, `mlp` or `ssd` in
-its place."""
+"""`python -m bench attention [options]`, and `compiled`, `decode`, `host_cost`, `mamba2`, `memory`, `mlp`, `ssd` or
+`train_step` in its place."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-COMMANDS = ("attention", "compiled", "decode", "host_cost", "mamba2", "memory", "mlp", "ssd")
+COMMANDS = ("attention", "compiled", "decode", "host_cost", "mamba2", "memory", "mlp", "ssd", "train_step")
 
 
 def main() -> None:

@@ -31,7 +31,8 @@ from bench import options, timing
 from bench.attention import Clock, attempt, measure_roofs
 from bench.report import TOLERANCE, environment, shorten
 
-Pass = Literal["forward", "backward", "both"]
+Pass = Literal["forward", "backward", "both", "step"]
+"""A step is a function that gives all of its results by name, gradients too."""
 PASSES: tuple[Pass, ...] = ("forward", "backward", "both")
 Operands = dict[str, jax.Array]
 
@@ -43,7 +44,7 @@ class Case(Protocol):
     def name(self) -> str: ...
 
     def operands(self) -> Operands:
-        """By the names of the function's arguments, and the output's gradient as `d_out`."""
+        """By the names of the function's arguments; where a pass differentiates, the output's gradient as `d_out`."""
         ...
 
     def bytes(self, pass_: Pass) -> int | None:
@@ -62,8 +63,8 @@ class Peer:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """`seconds()` times once; `outputs` is the function's result, as "out", and the gradients that the pass has, by the
-    names of the operands; `temp_bytes` as the compiler tells, where it does."""
+    """`seconds()` times once; `outputs` is the function's result, as "out" if it has no names of its own, and the
+    gradients that the pass has, by the names of the operands; `temp_bytes` as the compiler tells, where it does."""
 
     seconds: Callable[[], tuple[float, str]]
     outputs: dict[str, jax.Array]
@@ -73,7 +74,7 @@ class Program:
 
 def jax_program(fn: Callable[..., Any], operands: Operands, pass_: Pass, watch: timing.Stopwatch) -> Program:
     operands = dict(operands)
-    d_out = operands.pop("d_out")
+    d_out = operands.pop("d_out", None)
 
     def forward(operands):
         return fn(**operands)
@@ -85,7 +86,7 @@ def jax_program(fn: Callable[..., Any], operands: Operands, pass_: Pass, watch: 
     def save(operands):
         return jax.vjp(forward, operands)
 
-    if pass_ == "forward":
+    if pass_ in ("forward", "step"):
         program, arguments = forward, (operands,)
     elif pass_ == "both":
         program, arguments = both, (operands, d_out)
@@ -94,7 +95,7 @@ def jax_program(fn: Callable[..., Any], operands: Operands, pass_: Pass, watch: 
         program, arguments = (lambda pull, d_out: pull(d_out)), (pull, d_out)
     compiled = jax.jit(program).lower(*arguments).compile()
     found = compiled(*arguments)
-    if pass_ == "forward":
+    if pass_ in ("forward", "step"):
         outputs = named_outputs(found)
     elif pass_ == "both":
         out, (gradients,) = found
@@ -114,8 +115,11 @@ def jax_program(fn: Callable[..., Any], operands: Operands, pass_: Pass, watch: 
     return Program(seconds, outputs, temp_bytes, compiled.as_text())
 
 
-def named_outputs(out: jax.Array, gradients: dict[str, jax.Array] | None = None) -> dict[str, jax.Array]:
-    return {"out": out, **{f"d_{name}": x for name, x in (gradients or {}).items()}}
+def named_outputs(
+    out: jax.Array | dict[str, jax.Array], gradients: dict[str, jax.Array] | None = None
+) -> dict[str, jax.Array]:
+    named = out if isinstance(out, dict) else {"out": out}
+    return {**named, **{f"d_{name}": x for name, x in (gradients or {}).items()}}
 
 
 def torch_program(fn: Callable[..., Any], operands: Operands, pass_: Pass, watch: timing.Stopwatch) -> Program:

@@ -20,13 +20,15 @@ ROPE_THETA = 10_000.0
 
 
 class FlaxAttention(nnx.MultiHeadAttention):
-    """Flax's own layer behind FlashMHA's arguments: builds the dense [B, 1, T, T] mask that Flax needs."""
+    """Flax's own layer behind FlashMHA's arguments: for documents it builds the dense [B, 1, T, T] mask of Flax."""
 
     def __init__(self, *args, rope: fast_layers.Rope, **kwargs):
         attend = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE(rope.theta))
         super().__init__(*args, attention_fn=attend, **kwargs)
 
-    def __call__(self, x: jax.Array, *, segment_ids: jax.Array, is_causal: bool, decode: bool):
+    def __call__(self, x: jax.Array, *, segment_ids: jax.Array | None, is_causal: bool, decode: bool):
+        if segment_ids is None:
+            return super().__call__(x, is_causal=is_causal, decode=decode)
         same_segment = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids >= 0)[:, None, :]
         return super().__call__(x, mask=same_segment[:, None], is_causal=is_causal, decode=decode)
 
