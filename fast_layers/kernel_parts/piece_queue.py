@@ -1,8 +1,8 @@
 """Pieces of work that the blocks of a persistent grid take one after another, each when it has loaded those before.
 
-So no block waits for long at the end, whatever the pieces take. A queue is an array in the GPU's memory, as `fill`
-makes it: the pieces in their order; for each of these places, the place that its block takes next; the next of all;
-then marks, for each piece as many, each set by one warpgroup.
+So no block waits for long at the end, whatever the pieces take. Pieces stand in their order; each block has the place
+of its own number first. A queue's state is an array in the GPU's memory, of zeros at first: for each place the one that
+its block takes next; how many were taken so; then marks, for each piece as many, each set by one warpgroup.
 
     who takes                                         who follows
     the piece of its place -> a slot      told        waits told
@@ -24,14 +24,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fast_layers.kernel_parts.inline import simulate_by, thread
 
@@ -42,10 +41,9 @@ _NONE = -1
 """Instead of a piece, when all are taken."""
 
 
-def fill(order: np.ndarray, blocks: int, marks: int) -> np.ndarray:
-    """A queue, for a kernel to change: int32 [(2 + marks) * pieces + 1]. Blocks have the first pieces, in order."""
-    following, marked = np.zeros_like(order), np.zeros(marks * len(order))
-    return np.concatenate([order, following, [blocks], marked]).astype(np.int32)
+def new(pieces: int, marks: int) -> Int[Array, " state"]:
+    """A queue's state, for a kernel to change."""
+    return jnp.zeros((1 + marks) * pieces + 1, jnp.int32)
 
 
 def barriers(followers: int) -> dict[str, Any]:
@@ -60,7 +58,9 @@ class PieceQueue(NamedTuple):
     """In a kernel. Its methods go through the block's pieces: the last `state = role(turn, piece, state)`, and how many
     there were."""
 
-    array: Any
+    state: Any
+    order: Any
+    """An array in the GPU's memory, or None if pieces are taken by their numbers."""
     pieces: int
     blocks: int
     marks: int
@@ -85,7 +85,7 @@ class PieceQueue(NamedTuple):
             place = self._next(place)
             return turn + 1, tell(turn + 1, self._piece_at(place)), place, state
 
-        return self._while_some(one, tell(jnp.int32(0), self.array[block]), block, state)
+        return self._while_some(one, tell(jnp.int32(0), self._piece_at(block)), block, state)
 
     def follow(self, block: Any, role: Callable[[Any, Any, Any], Any], state: Any) -> tuple[Any, Any]:
         """By each other warpgroup, meanwhile."""
@@ -108,10 +108,10 @@ class PieceQueue(NamedTuple):
         def one(turn, piece, place, state):
             some = self.is_marked(piece, range(self.marks))
             turn, state = lax.cond(some, lambda: (turn + 1, role(turn, piece, state)), lambda: (turn, state))
-            place = self.array[self.pieces + place]
+            place = self.state[place]
             return turn, self._piece_at(place), place, state
 
-        return self._while_some(one, self.array[block], block, state)
+        return self._while_some(one, self._piece_at(block), block, state)
 
     def mark(self, turn: Any, which: Any, rows: Float[Array, " 64"]) -> None:
         """By one who follows: the `which`-th mark of the piece of this `turn`, if any row is more than 0."""
@@ -130,7 +130,7 @@ class PieceQueue(NamedTuple):
         return functools.reduce(jnp.logical_or, (self._marks(piece, i, 1)[0] != 0 for i in which))
 
     def _marks(self, piece: Any, first: Any, count: int) -> Any:
-        return self.array.at[pl.ds(2 * self.pieces + 1 + piece * self.marks + first, count)]
+        return self.state.at[pl.ds(self.pieces + 1 + piece * self.marks + first, count)]
 
     def _while_some(self, one: Callable[..., Any], first: Any, place: Any, state: Any) -> tuple[Any, Any]:
         """There are no more blocks than pieces, so each has a `first`."""
@@ -143,7 +143,8 @@ class PieceQueue(NamedTuple):
 
     def _piece_at(self, place: Any) -> Array:
         some = place < self.pieces
-        return jnp.where(some, self.array[jnp.where(some, place, 0)], _NONE)
+        piece = place if self.order is None else self.order[jnp.where(some, place, 0)]
+        return jnp.where(some, piece, _NONE)
 
     def _next(self, place: Any) -> Array:
         """Takes the next place, and writes it down for `again`."""
@@ -151,7 +152,8 @@ class PieceQueue(NamedTuple):
         def take(_, following, counter, place):
             del place
             counted, written = (utils.memref_ptr(ref) for ref in (counter, following))
-            ptx = "{ .reg .b32 next; atom.relaxed.gpu.global.add.u32 next, [$0], 1; st.global.b32 [$1], next; }"
+            take = "atom.relaxed.gpu.global.add.u32 next, [$0], 1;"
+            ptx = f"{{ .reg .b32 next; {take} add.u32 next, next, {self.blocks}; st.global.b32 [$1], next; }}"
             is_first = arith.cmpi(arith.CmpIPredicate.eq, thread(), utils.c(0, ir.IntegerType.get_signless(32)))
             with utils.when(is_first):
                 llvm.inline_asm(
@@ -162,8 +164,8 @@ class PieceQueue(NamedTuple):
         simulate_by(take, lambda _, place: jnp.reshape(place + self.blocks, (1,)))
         types = plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
         call: Any = plgpu.inline_mgpu(arg_types=types)(take)
-        call(*(self.array.at[pl.ds(at, 1)] for at in (self.pieces + place, 2 * self.pieces)), place)
-        return self.array[self.pieces + place]
+        call(*(self.state.at[pl.ds(at, 1)] for at in (place, self.pieces)), place)
+        return self.state[place]
 
 
 def _number(register: Any) -> Any:

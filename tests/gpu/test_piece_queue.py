@@ -12,10 +12,11 @@ from simulator import piece_queue
 pytestmark = pytest.mark.usefixtures("warpgroups")
 
 
+@pytest.mark.parametrize("ordered", [True, False], ids=["in an order", "by their numbers"])
 @pytest.mark.parametrize(("pieces", "blocks"), [(1, 1), (50, 7), (60, 60), (60, 3)])
-def test_each_piece_is_taken_once_by_all_warpgroups_of_a_block_and_again_if_marked(pieces, blocks):
-    order = np.random.default_rng(pieces).permutation(pieces)
-    run = jax.jit(functools.partial(piece_queue.taken, order, blocks=blocks))
+def test_each_piece_is_taken_once_by_all_warpgroups_of_a_block_and_again_if_marked(pieces, blocks, ordered):
+    order = np.random.default_rng(pieces).permutation(pieces) if ordered else np.arange(pieces)
+    run = jax.jit(functools.partial(piece_queue.taken, pieces, order if ordered else None, blocks=blocks))
     marked = piece_queue.is_marked(np.arange(pieces))
     for _ in range(20):
         who, counts = (np.asarray(x) for x in run())
@@ -30,7 +31,7 @@ def test_each_piece_is_taken_once_by_all_warpgroups_of_a_block_and_again_if_mark
 
 def test_many_pieces_and_blocks():
     order = np.random.default_rng(0).permutation(5000)
-    who, counts = (np.asarray(x) for x in jax.jit(functools.partial(piece_queue.taken, order, blocks=132))())
+    who, counts = (np.asarray(x) for x in jax.jit(functools.partial(piece_queue.taken, 5000, order, blocks=132))())
     _check_taken(who[0, 0], counts[0, 0], np.argsort(order), np.ones(5000, bool), 132)
 
 

@@ -22,15 +22,17 @@ def is_marked(piece: Any) -> Any:
     return piece % 3 < FOLLOWERS
 
 
-def taken(order: np.ndarray, *, blocks: int, scratch: dict[str, Any] | None = None) -> tuple[jax.Array, jax.Array]:
+def taken(
+    pieces: int, order: np.ndarray | None, *, blocks: int, scratch: dict[str, Any] | None = None
+) -> tuple[jax.Array, jax.Array]:
     """(int32 [2, warpgroups, pieces]: one more than the block that took a piece, and 1000 times its turn there, in both
     passes; int32 [2, warpgroups, blocks]: how many each took). `scratch` is told the kernel's."""
 
-    def kernel(queue_ref, who_ref, counts_ref, slots, all_done, **barriers):
+    def kernel(state_ref, who_ref, counts_ref, *order_ref, slots, all_done, **barriers):
         if scratch is not None:
             scratch.update(barriers, slots=slots)
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        queue = PieceQueue(queue_ref, len(order), blocks, FOLLOWERS, slots, **barriers)
+        queue = PieceQueue(state_ref, *(order_ref or (None,)), pieces, blocks, FOLLOWERS, slots, **barriers)
 
         def passes(*ways, marks=False):
             for i, way in enumerate(ways):
@@ -56,9 +58,9 @@ def taken(order: np.ndarray, *, blocks: int, scratch: dict[str, Any] | None = No
         def _follow():
             passes(queue.follow, queue.again, marks=True)
 
-    shapes = [(2, FOLLOWERS + 1, n) for n in (len(order), blocks)]
-    arrays = piece_queue.fill(order, blocks, FOLLOWERS), *(np.zeros(shape, np.int32) for shape in shapes)
-    refs = [jax.new_ref(jnp.asarray(x)) for x in arrays]
+    shapes = [(2, FOLLOWERS + 1, n) for n in (pieces, blocks)]
+    found = [jax.new_ref(jnp.zeros(shape, jnp.int32)) for shape in shapes]
+    state = jax.new_ref(piece_queue.new(pieces, FOLLOWERS))
     plgpu.kernel(
         kernel,
         grid=(blocks,),
@@ -70,5 +72,5 @@ def taken(order: np.ndarray, *, blocks: int, scratch: dict[str, Any] | None = No
             "all_done": plgpu.Barrier(num_arrivals=FOLLOWERS + 1),
             **piece_queue.barriers(FOLLOWERS),
         },
-    )(*refs)
-    return refs[1][...], refs[2][...]
+    )(state, *found, *([] if order is None else [jnp.asarray(order, jnp.int32)]))
+    return found[0][...], found[1][...]

@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from fast_layers.kernel_parts import piece_queue
 from fast_layers.kernel_parts.kv_range import KvRange
 from fast_layers.kernel_parts.online_softmax import LOG2_E, OnlineSoftmax
 from fast_layers.kernel_parts.over_batch import over_batch
@@ -221,22 +220,13 @@ class Work:
         """For the blocks of a persistent grid, as `deal` gives it."""
         return deal(self.key_tiles() + _PIECE_COST, self.blocks)
 
-    def queue(self, mask: RowMask | None, marks: int) -> Int[Array, " places"]:
-        """For the blocks of a persistent grid, as `piece_queue.fill` gives it; with a `mask` not known before the call.
-
-        Of a group of heads, each takes its tiles of queries from that with the most keys on.
-        """
+    def queued(self, mask: RowMask) -> Int[Array, " pieces"]:
+        """The order of a `PieceQueue`, with a mask not known before the call: of a group of heads, each takes its tiles
+        of queries from that with the most keys on."""
         p, order = self.problem, self.order
         piece = np.arange(order.total)
-        if mask is None:
-            return jnp.asarray(piece_queue.fill(piece, self.blocks, marks))
         within = piece % (order.group * order.tiles)
-        rank, example = within // order.group, (piece - within) // order.tiles + within % order.group
-        rest = piece_queue.fill(piece - order.group * rank, self.blocks, marks)
-        rank, example = (
-            np.pad(x, (0, len(rest) - len(piece)), constant_values=y) for x, y in ((rank, -1), (example, 0))
-        )
-        example = example // p.heads
+        rank, example = within // order.group, ((piece - within) // order.tiles + within % order.group) // p.heads
         keys, size = p.kv_len, self.tiles.kv_tile
         # Not by `mask.tiles`, which would be put together again here. Unsigned, quotients are shifts, which XLA fuses.
         first, last = (x.astype(jnp.uint32) for x in KvRange.of(mask.start, mask.stop, self.tiles.q_tile))
@@ -248,7 +238,8 @@ class Work:
         falling = tiles * order.tiles - index
         ranks = (falling[:, None, :] > falling[:, :, None]).sum(-1, dtype=jnp.int32)
         ranks = ranks[0] if ranks.shape[0] == 1 else ranks[example]
-        found = jnp.where(ranks == rank[:, None], order.group * index, 0) + jnp.where(place == 0, rest[:, None], 0)
+        found = jnp.where(ranks == rank[:, None], order.group * index, 0)
+        found += jnp.where(place == 0, (piece - order.group * rank)[:, None], 0)  # where XLA fuses it
         return found.sum(-1, dtype=jnp.int32)
 
     def tile_at(self, span: Span, i: Any) -> Any:

@@ -137,8 +137,9 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
         s = _Scratch(**{"out_slots": None, "loose_query": None, "piece_told": None, "piece_heard": None, **scratch})
         schedule, queue = schedule_ref[0] if schedule_ref else None, None
         if takes_pieces:
+            state, order = (*schedule_ref, None) if row_mask is None else schedule_ref
             sizes = work.order.total, work.blocks, marks
-            queue = PieceQueue(schedule, *sizes, s.row_slots.at[wgs + lookers], s.piece_told, s.piece_heard)
+            queue = PieceQueue(state, order, *sizes, s.row_slots.at[wgs + lookers], s.piece_told, s.piece_heard)
 
         def each_piece(role, way, **options):
             """`way`: by which of a queue's methods, if there is one."""
@@ -519,7 +520,8 @@ def _launch(tiles: HopperForwardTiles, group: int, p: Problem, operands: Operand
     }
     schedule = []
     if takes_pieces:
-        schedule = [jax.new_ref(work.queue(row_mask, marks))]
+        order = [] if row_mask is None else [work.queued(row_mask)]
+        schedule = [jax.new_ref(piece_queue.new(work.order.total, marks)), *order]
     elif work.is_persistent:
         schedule = [jnp.asarray(work.schedule())]
     sizes_type = [jax.ShapeDtypeStruct(hopper_fwd_sizes.shape(p), p.dtype)] if measures else []

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fast_layers.kernel_parts import piece_queue, tile_order
+from fast_layers.kernel_parts import tile_order
 from fast_layers.kernel_parts.tile_order import TileOrder
 from fast_layers.ops.attention import api, hopper_bwd_pieces
 from fast_layers.ops.attention.config import HOPPER_SMEM_BYTES, HOPPER_SMS
@@ -76,20 +76,13 @@ def test_a_mask_of_arrays_has_pieces_queued_from_most_keys_on(name, group, monke
     pieces = [work.piece(mask, jnp.int32(i)) for i in range(36)]
     key_tiles, example = (np.array(x) for x in ([p.span.tiles for p in pieces], [p.example for p in pieces]))
     assert (work.order.total, work.order.group) == (len(key_tiles), group)
-    queue = np.asarray(work.queue(row_mask, 3))
-    taken = queue[: len(pieces)]
-    np.testing.assert_array_equal(queue, piece_queue.fill(taken, 4, 3))
+    taken = np.asarray(work.queued(row_mask))
     assert sorted(taken) == list(range(len(pieces)))
     for start in range(0, len(pieces), 6 * group):
         of_group = taken[start : start + 6 * group]
         assert set(of_group // (6 * group)) == {start // (6 * group)}
         for of in set(example[of_group]):
             assert (np.diff(key_tiles[of_group][example[of_group] == of]) <= 0).all()
-
-
-def test_pieces_that_are_known_when_tracing_are_queued_in_their_order():
-    work = Work(_problem(2, 2, 600, 900, BANDS["causal"]), HopperForwardTiles(2, 64, q_slots=2, blocks=3), 64, 128, 128)
-    assert work.queue(None, 2).tolist() == [*range(20), *[0] * 20, 3, *[0] * 40]
 
 
 @pytest.mark.parametrize("name", ROW_MASKS)
