@@ -58,7 +58,8 @@ class CudnnAttention(nnx.MultiHeadAttention):
 
 def _by_cudnn(query, key, value, *, rope: nnx.RoPE, is_causal: bool, **defaults):
     del defaults
-    query, key = (jax.vmap(rope, in_axes=-2, out_axes=-2)(x, None) for x in (query, key))
+    turn = jax.vmap(rope, in_axes=-2, out_axes=-2)
+    query, key = (turn(x, None).astype(value.dtype) for x in (query, key))
     return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal, implementation="cudnn")
 
 
