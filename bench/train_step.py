@@ -11,6 +11,7 @@ with the first one's. All peers have the same parameters, with the same values.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import math
@@ -28,7 +29,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType
 from lm import model
-from lm.config import CHOICES, PRESETS, VOCAB, Config, UserError, from_flags
+from lm.config import CHOICES, PRESETS, VOCAB, Config, from_flags
 from lm.training import Batch, Trainer
 
 import fast_layers
@@ -134,21 +135,23 @@ def peers_of(case: Case) -> list[Peer]:
     return [peer for peer in PEERS if case.config.arch != "mamba2" or peer.make in (gradients, _by_xla)]
 
 
+def parser() -> argparse.ArgumentParser:
+    made = turns.parser(__doc__)
+    made.add_argument("--presets", nargs="+", choices=PRESETS, default=["1B" if timing.on_gpu() else "cpu-small"])
+    made.add_argument("--archs", nargs="+", choices=CHOICES["arch"], default=list(CHOICES["arch"]))
+    made.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    made.add_argument("--seq-len", type=int, help="bytes of a row; default: the preset's")
+    made.add_argument("--tokens", type=int, help="bytes in all; default: of the preset's micro-batch")
+    made.add_argument("--layers", type=int, help="fewer layers, or more, than the preset has")
+    made.add_argument("--remat", action="store_true", help="recompute each block in the backward pass")
+    return made
+
+
 def main() -> None:
-    parser = turns.parser(__doc__)
-    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["1B" if timing.on_gpu() else "cpu-small"])
-    parser.add_argument("--archs", nargs="+", choices=CHOICES["arch"], default=list(CHOICES["arch"]))
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--seq-len", type=int, help="bytes of a row; default: the preset's")
-    parser.add_argument("--tokens", type=int, help="bytes in all; default: of the preset's micro-batch")
-    parser.add_argument("--layers", type=int, help="fewer layers, or more, than the preset has")
-    parser.add_argument("--remat", action="store_true", help="recompute each block in the backward pass")
-    args = turns.parse(parser, lambda args: (peer.name for peer in PEERS))
-    options.check_numbers(parser, args, seq_len=2, tokens=2, layers=1)
-    try:
-        found = list(cases(args))
-    except UserError as error:
-        parser.error(str(error))
+    made = parser()
+    args = turns.parse(made, lambda args: (peer.name for peer in PEERS))
+    options.check_numbers(made, args, seq_len=2, tokens=2, layers=1)
+    found = cases(args)
     turns.run(
         ((case, "step", turns.selected(peers_of(case), args.peers)) for case in found),
         f"python -m bench train_step {' '.join(sys.argv[1:])}".strip(),
@@ -159,7 +162,7 @@ def main() -> None:
     )
 
 
-def cases(args: Any) -> Iterator[Case]:
+def cases(args: argparse.Namespace) -> Iterator[Case]:
     for preset in args.presets[:1] if args.quick else args.presets:
         for arch in args.archs:
             given = {"preset": preset, "arch": arch, "remat": args.remat}

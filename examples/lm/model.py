@@ -130,7 +130,7 @@ class LanguageModel(nnx.Module):
 
     def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None, *, decode: bool = False) -> jax.Array:
         """Next-byte logits float32 [B, T, V] for tokens [B, T]; decode continues the caches."""
-        x = self.embed(tokens)
+        x = _look_up(self.embed, tokens)
         for layer in self.blocks:
             block: Any = type(layer).__call__
             block = nnx.remat(block, static_argnums=3) if self.remat and not decode else block
@@ -141,6 +141,13 @@ class LanguageModel(nnx.Module):
         """Gives every block an empty cache for max_len bytes."""
         for layer in self.blocks:
             layer.init_cache(batch_size, max_len)
+
+
+def _look_up(embed: nnx.Embed, tokens: jax.Array) -> jax.Array:
+    """`embed(tokens)`, whose gradient is a product of matrices: a scatter's sums have no fixed order on a GPU, and take
+    longer where there are so few rows."""
+    one_hot = jax.nn.one_hot(tokens, embed.num_embeddings, dtype=embed.dtype)
+    return jnp.matmul(one_hot, embed.embedding[...].astype(embed.dtype), precision="highest")
 
 
 def create(config: Config) -> LanguageModel:

@@ -54,6 +54,23 @@ def test_presets_are_as_large_as_they_say(name):
     assert config.accumulate > 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_looks_up_what_the_embedding_has(dtype):
+    embed = nnx.Embed(256, 16, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    tokens = jnp.array([[0, 255, 7], [7, 7, 1]])
+    graph, params = nnx.split(embed)
+
+    def both(look_up):
+        return jax.vjp(lambda params: look_up(nnx.merge(graph, params), tokens), params)
+
+    (found, pull), (wanted, wanted_pull) = both(model._look_up), both(nnx.Embed.__call__)
+    assert found.dtype == wanted.dtype
+    np.testing.assert_array_equal(found, wanted)
+    d_out = jax.random.normal(jax.random.key(0), wanted.shape, wanted.dtype)
+    (gradient,), (other,) = (jax.tree.leaves(pull(d_out)) for pull in (pull, wanted_pull))
+    np.testing.assert_allclose(gradient, other, rtol=2 ** (-23 if dtype == "float32" else -6), atol=0)
+
+
 def test_flash_and_flax_train_alike():
     losses = {}
     for attention, mlp in (("flash", "fused"), ("flax", "flax")):
