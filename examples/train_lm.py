@@ -2,7 +2,7 @@
 
     python examples/train_lm.py                          # two minutes on a laptop, into runs/lm
     python examples/train_lm.py --arch mamba2            # a Mamba-2 in place of the transformer, or --arch hybrid
-    python examples/train_lm.py --resume                 # continues it after a kill, bit for bit
+    python examples/train_lm.py --resume                 # continues it after a kill, on a CPU bit for bit
     python examples/train_lm.py --preset 350M --data ~/books --out runs/books     # on a GPU
     python examples/train_lm.py --verify-gradients       # the whole model's gradient against Flax
 

@@ -1,5 +1,5 @@
-"""Saves and restores all that a run needs to continue bit for bit: parameters, optimiser state, step, input
-position.
+"""Saves and restores all that a run needs to continue: parameters, optimiser state, step, input position. Bit for bit,
+as far as the program, compiled again, computes the same.
 
     checkpoints/120/state/      Orbax: parameters, optimiser state, step
     checkpoints/120/data.json   the position of the input iterator
