@@ -144,8 +144,7 @@ class LanguageModel(nnx.Module):
 
 
 def _look_up(embed: nnx.Embed, tokens: jax.Array) -> jax.Array:
-    """`embed(tokens)`, whose gradient is a product of matrices: a scatter's sums have no fixed order on a GPU, and take
-    longer where there are so few rows."""
+    """`embed(tokens)`, whose gradient is a product of matrices: a scatter's sums have no fixed order on a GPU."""
     one_hot = jax.nn.one_hot(tokens, embed.num_embeddings, dtype=embed.dtype)
     return jnp.matmul(one_hot, embed.embedding[...].astype(embed.dtype), precision="highest")
 
