@@ -144,9 +144,11 @@ class LanguageModel(nnx.Module):
 
 
 def _look_up(embed: nnx.Embed, tokens: jax.Array) -> jax.Array:
-    """`embed(tokens)`, whose gradient is a product of matrices: a scatter's sums have no fixed order on a GPU."""
-    one_hot = jax.nn.one_hot(tokens, embed.num_embeddings, dtype=embed.dtype)
-    return jnp.matmul(one_hot, embed.embedding[...].astype(embed.dtype), precision="highest")
+    """`embed(tokens)`, whose gradient is a product of matrices: a scatter's sums have no fixed order on a GPU, and in
+    bfloat16 are rounded at each step."""
+    one_hot = jax.nn.one_hot(tokens.reshape(-1), embed.num_embeddings, dtype=embed.dtype)
+    found = jnp.matmul(one_hot, embed.embedding[...].astype(embed.dtype), precision="highest")
+    return found.reshape(*tokens.shape, embed.features)
 
 
 def create(config: Config) -> LanguageModel:
