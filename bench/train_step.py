@@ -44,24 +44,19 @@ BATCH = ("tokens", "targets", "weights", "segment_ids")
 TINY = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "ssm_state": 8, "ssm_head_dim": 8}
 
 
-class CudnnAttention(nnx.MultiHeadAttention):
-    """Flax's layer with cuDNN's attention, behind FlashMHA's arguments."""
-
-    def __init__(self, *args, rope: fast_layers.Rope, **kwargs):
-        attend = functools.partial(_by_cudnn, rope=nnx.RoPE(rope.theta))
-        super().__init__(*args, attention_fn=attend, **kwargs)
-
-    def __call__(self, x: jax.Array, *, segment_ids: jax.Array | None, is_causal: bool, decode: bool):
-        if segment_ids is not None:
-            raise NotImplementedError("takes no documents")
-        return super().__call__(x, is_causal=is_causal, decode=decode)
-
-
-def _by_cudnn(query, key, value, *, rope: nnx.RoPE, is_causal: bool, **defaults):
+def _by_cudnn(query, key, value, *, rope: nnx.RoPE, mask: jax.Array | None, is_causal: bool, **defaults):
     del defaults
+    if mask is not None:
+        raise NotImplementedError("takes no documents")
     turn = jax.vmap(rope, in_axes=-2, out_axes=-2)
     query, key = (turn(x, None).astype(value.dtype) for x in (query, key))
     return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal, implementation="cudnn")
+
+
+class CudnnAttention(model.FlaxAttention):
+    """Flax's layer with cuDNN's attention."""
+
+    attend = staticmethod(_by_cudnn)
 
 
 model.ATTENTION["cudnn"] = CudnnAttention
@@ -151,9 +146,8 @@ def main() -> None:
     made = parser()
     args = turns.parse(made, lambda args: (peer.name for peer in PEERS))
     options.check_numbers(made, args, seq_len=2, tokens=2, layers=1)
-    found = cases(args)
     turns.run(
-        ((case, "step", turns.selected(peers_of(case), args.peers)) for case in found),
+        ((case, "step", turns.selected(peers_of(case), args.peers)) for case in cases(args)),
         f"python -m bench train_step {' '.join(sys.argv[1:])}".strip(),
         repeats=turns.repeats_of(args),
         path=args.out,

@@ -22,8 +22,10 @@ ROPE_THETA = 10_000.0
 class FlaxAttention(nnx.MultiHeadAttention):
     """Flax's own layer behind FlashMHA's arguments: for documents it builds the dense [B, 1, T, T] mask of Flax."""
 
+    attend = staticmethod(nnx.dot_product_attention_with_rope)
+
     def __init__(self, *args, rope: fast_layers.Rope, **kwargs):
-        attend = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE(rope.theta))
+        attend = functools.partial(self.attend, rope=nnx.RoPE(rope.theta))
         super().__init__(*args, attention_fn=attend, **kwargs)
 
     def __call__(self, x: jax.Array, *, segment_ids: jax.Array | None, is_causal: bool, decode: bool):
